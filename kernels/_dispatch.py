@@ -1,0 +1,62 @@
+"""How an operation finds its implementation, and how it is made known to torch.
+
+CUDA tensors take the Triton kernel. CPU tensors take the plain PyTorch reference, unless ``TRITON_INTERPRET=1`` is
+set before the import (tests only): then they take the Triton kernel through Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+
+    INTERPRETED = bool(triton.knobs.runtime.interpret)
+except ImportError:  # macOS, Windows: only the references are used, but the kernel files must still import
+
+    class _NoTriton:
+        constexpr = None
+
+        @staticmethod
+        def jit(fn: Callable | None = None, **_: object) -> Callable:
+            return fn if fn is not None else (lambda f: f)
+
+    triton = tl = _NoTriton()
+    INTERPRETED = False
+
+__all__ = ["INTERPRETED", "register", "tl", "triton", "use_triton"]
+
+_LIBRARY = torch.library.Library("ligermodels", "FRAGMENT")
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """Whether operations on ``tensor`` run as Triton kernels (CUDA, or CPU under the interpreter)."""
+    return tensor.is_cuda or (INTERPRETED and tensor.device.type == "cpu")
+
+
+def register(
+    schema: str,
+    implementation: Callable,
+    fake: Callable,
+    *,
+    setup_context: Callable | None = None,
+    backward: Callable | None = None,
+) -> Callable:
+    """Define ``ligermodels::<schema>`` and return the callable operator.
+
+    ``fake`` gives outputs of the right shape, dtype and device without computing (torch.compile, meta tensors).
+    With ``backward``, gradients follow ``ctx.needs_input_grad``; both get torch.library.register_autograd's arguments.
+    """
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CUDA", "CPU"):
+        _LIBRARY.impl(name, implementation, key)
+    torch.library.register_fake(f"ligermodels::{name}", fake, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(
+            f"ligermodels::{name}", backward, setup_context=setup_context, lib=_LIBRARY
+        )
+    return getattr(torch.ops.ligermodels, name).default
