@@ -1,0 +1,11 @@
+"""The maths of the models: one operation a file, each with a plain PyTorch reference and Triton kernels.
+
+CUDA tensors take the Triton kernels, everything else the references; names and semantics follow torch.nn.functional.
+"""
+
+from ligermodels.kernels.glu import geglu, swiglu, swiglu_packed
+from ligermodels.kernels.qk_norm_rope import qk_norm_rope
+from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
+from ligermodels.kernels.rope import rope
+
+__all__ = ["add_rms_norm", "geglu", "qk_norm_rope", "rms_norm", "rope", "swiglu", "swiglu_packed"]
