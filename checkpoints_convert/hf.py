@@ -388,7 +388,7 @@ def _is_inside(name: str) -> bool:
 
 
 def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """``{name: (dtype, shape, start, end)}`` of one safetensors file, all checked; offsets count from the file's start."""
+    """``{name: (dtype, shape, start, end)}`` of one safetensors file, checked; offsets are in the file."""
     with _open(path) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(512)
