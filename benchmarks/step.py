@@ -1,0 +1,351 @@
+"""One whole training step (forward, backward, fused AdamW; random weights, bf16): tokens/s and peak GiB beside peers.
+
+    python benchmarks/step.py --model llama3-8b --batch 4 --seq 4096 --checkpointing --peers ours,hf,liger --out x.json
+
+Every peer runs in its own process of the same call: same machine, same optimiser, same token counts, same allocator.
+All peers get the *same* weights (drawn per parameter from a seed made of its name) and the same tokens, so the losses
+of the first step must agree to bf16's rounding. Out of memory is a result, not a crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from pathlib import Path
+
+PEERS = {
+    "ours": "ligermodels",
+    "hf": "transformers, sdpa attention",
+    "hf-compile": "transformers + torch.compile",
+    "liger": "transformers + Liger-Kernel",
+}
+GIB = 2**30
+
+# What of the published config.json files decides the work; add a model here.
+MODELS = {
+    "llama3-8b": dict(
+        model_type="llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        tie_word_embeddings=False,
+    ),
+    "llama3.2-1b": dict(
+        model_type="llama",
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=dict(
+            rope_type="llama3",
+            factor=32.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
+        tie_word_embeddings=True,
+    ),
+    "smollm2-135m": dict(
+        model_type="llama",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_theta=100000.0,
+        tie_word_embeddings=True,
+    ),
+    # for trying this script without a GPU: --model tiny --device cpu
+    "tiny": dict(
+        model_type="llama",
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    ),
+}
+OURS = {"llama": "LigerLlama"}  # model_type -> class
+
+
+# ---------------------------------------------------------------------------------------------- one peer, one process
+def build(args: argparse.Namespace):
+    """The peer's model in bf16 on the device, ready to train, and the callable whose result has a ``loss``."""
+    import torch
+
+    config = dict(MODELS[args.model])
+    kind = config.pop("model_type")
+    torch.set_default_dtype(torch.bfloat16)
+    if args.worker == "ours":
+        import ligermodels
+
+        cls = getattr(ligermodels, OURS[kind])
+        with torch.device(args.device):
+            model = cls(cls.config_class.from_hf(dict(config, model_type=kind)))
+        model.set_activation_memory(args.activation_memory or ("block" if args.checkpointing else "none"))
+    else:
+        import transformers
+
+        if args.worker == "liger":
+            import liger_kernel.transformers as liger
+
+            getattr(liger, f"apply_liger_kernel_to_{kind}")()
+        hf_config = transformers.AutoConfig.for_model(kind, **config)
+        hf_config.use_cache = False
+        with torch.device(args.device):
+            model = transformers.AutoModelForCausalLM.from_config(
+                hf_config, attn_implementation="sdpa", dtype=torch.bfloat16
+            )
+        if args.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    torch.set_default_dtype(torch.float32)
+    model.train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # parameters only: tables of rope must stay in fp32
+            parameter.data = parameter.data.to(torch.bfloat16)
+            generator = torch.Generator(args.device).manual_seed(zlib.crc32(name.encode()))
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    forward = torch.compile(model) if args.worker == "hf-compile" else model
+    return model, forward
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """Warm up, time each step, and describe the result; CUDA out of memory is described too."""
+    import torch
+
+    cuda = args.device.startswith("cuda")
+    if cuda and args.cap_gib:
+        torch.cuda.set_per_process_memory_fraction(
+            args.cap_gib * GIB / torch.cuda.get_device_properties(0).total_memory
+        )
+    result = dict(peer=args.worker, versions=versions())
+    try:
+        model, forward = build(args)
+        vocab = MODELS[args.model]["vocab_size"]
+        result["parameters"] = sum(p.numel() for p in model.parameters())
+        result["weights_gib"] = round(sum(p.numel() * p.element_size() for p in model.parameters()) / GIB, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        tokens = torch.Generator(args.device).manual_seed(0)
+
+        def step() -> torch.Tensor:
+            total = 0.0
+            for _ in range(args.accumulation):
+                shape = (args.batch, args.seq)
+                ids = torch.randint(0, vocab, shape, device=args.device, generator=tokens)
+                loss = forward(input_ids=ids, labels=ids).loss / args.accumulation
+                loss.backward()
+                total = total + loss.detach()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return total
+
+        def wait() -> float:
+            if cuda:
+                torch.cuda.synchronize()
+            return time.perf_counter()
+
+        result["first_loss"] = round(step().item(), 5)
+        for _ in range(args.warmup - 1):
+            step()
+        wait()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        for _ in range(args.steps):
+            start = wait()
+            loss = step()
+            seconds.append(wait() - start)
+        median = statistics.median(seconds)
+        count = args.batch * args.seq * args.accumulation
+        result |= dict(
+            tokens_per_s=round(count / median, 1),
+            step_ms=round(median * 1e3, 2),
+            step_ms_all=[round(s * 1e3, 2) for s in seconds],
+            tflops=round(count * flops_per_token(args, result["parameters"]) / median / 1e12, 1),
+            last_loss=round(loss.item(), 5),
+        )
+        if cuda:
+            result["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
+            result["peak_reserved_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 2)
+        if args.profile:
+            result["kernels"] = profile(step, cuda)
+    except torch.OutOfMemoryError as error:
+        result |= dict(out_of_memory=True, error=str(error).splitlines()[0][:300])
+    return result
+
+
+def flops_per_token(args: argparse.Namespace, parameters: int) -> float:
+    """Model FLOPs of forward and backward: 6 a matmul weight, and causal attention (half of the full square)."""
+    c = MODELS[args.model]
+    width = c["num_attention_heads"] * c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
+    matmul = parameters - (0 if c["tie_word_embeddings"] else c["vocab_size"] * c["hidden_size"])
+    return 6 * matmul + 6 * c["num_hidden_layers"] * args.seq * width
+
+
+def profile(step, cuda: bool, top: int = 40) -> list[dict]:
+    """The kernels of one step that take the most time; also printed as a table on stderr."""
+    from torch.profiler import DeviceType, ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    with torch_profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as trace:
+        step()
+    rows = []
+    for event in trace.key_averages():
+        if (event.device_type == DeviceType.CUDA) == cuda:
+            rows.append((event.self_device_time_total if cuda else event.self_cpu_time_total, event.count, event.key))
+    rows.sort(reverse=True)
+    total = sum(row[0] for row in rows) or 1.0
+    print(f"{'ms':>9} {'share':>6} {'calls':>6}  kernel   (sum {total / 1e3:.1f} ms)", file=sys.stderr)
+    for microseconds, calls, key in rows[:top]:
+        print(f"{microseconds / 1e3:9.2f} {microseconds / total:6.1%} {calls:6d}  {key[:110]}", file=sys.stderr)
+    return [dict(ms=round(us / 1e3, 3), calls=calls, kernel=key[:200]) for us, calls, key in rows[:top]]
+
+
+def versions() -> dict:
+    """Versions of what decides speed; a package that is not installed is left out."""
+    found = {}
+    for name in ("torch", "triton", "transformers", "liger-kernel"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- all the peers
+def run_peer(peer: str, argv: list[str], timeout: int) -> dict:
+    """Run one peer in a fresh process and return its result; a failure is a result with an ``error``."""
+    environment = dict(os.environ, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    root = str(Path(__file__).resolve().parent.parent)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
+        command = [sys.executable, __file__, *argv, "--worker", peer, "--answer", answer.name]
+        started = time.time()
+        try:
+            done = subprocess.run(command, env=environment, timeout=timeout, stderr=subprocess.PIPE, text=True)
+            code, log = done.returncode, done.stderr
+        except subprocess.TimeoutExpired as late:
+            code, log = f"still running after {timeout} s", late.stderr or b""
+            log = log.decode(errors="replace") if isinstance(log, bytes) else log
+        text = answer.read()
+    sys.stderr.write(log[-6000:])
+    if text:
+        result = json.loads(text)
+    else:
+        result = dict(peer=peer, error=f"exit {code}: " + " | ".join(log.strip().splitlines()[-3:])[-600:])
+    return result | dict(wall_s=round(time.time() - started, 1))
+
+
+def table(results: list[dict]) -> str:
+    """The results as text; ratios are to the best peer that is not ours."""
+    others = [r for r in results if r["peer"] != "ours" and "tokens_per_s" in r]
+    best = max(others, key=lambda r: r["tokens_per_s"], default=None)
+    lines = [
+        f"{'peer':12} {'tokens/s':>10} {'ratio':>7} {'peak GiB':>9} {'ratio':>7} {'TFLOP/s':>8} {'first loss':>11}"
+    ]
+    for r in results:
+        if "tokens_per_s" not in r:
+            why = "out of memory" if r.get("out_of_memory") else "FAILED: " + r["error"].splitlines()[0][:90]
+            lines.append(f"{r['peer']:12} {why}")
+            continue
+        speed = f"{r['tokens_per_s'] / best['tokens_per_s']:.3f}" if best else "-"
+        memory = f"{r['peak_gib'] / best['peak_gib']:.3f}" if best and "peak_gib" in r else "-"
+        lines.append(
+            f"{r['peer']:12} {r['tokens_per_s']:10,.0f} {speed:>7} {r.get('peak_gib', '-'):>9} {memory:>7} "
+            f"{r['tflops']:8.1f} {r['first_loss']:11.5f}"
+        )
+    return "\n".join(lines + ([f"ratios: to {best['peer']}, the fastest of the others"] if best else []))
+
+
+def environment(args: argparse.Namespace) -> dict:
+    """What a reader needs to judge the figures."""
+    import torch
+
+    commit = args.commit or os.environ.get("GIT_COMMIT")
+    if not commit:
+        where = Path(__file__).resolve().parent
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, check=False)
+        commit = git.stdout.strip() or "unknown"
+    device = torch.cuda.get_device_name(0) if args.device.startswith("cuda") else "CPU"
+    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return dict(device=device, **versions(), python=sys.version.split()[0], commit=commit, date=now)
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--model", choices=MODELS, default="llama3-8b")
+    cli.add_argument("--batch", type=int, default=4, help="rows a micro-batch")
+    cli.add_argument("--seq", type=int, default=4096, help="tokens a row")
+    cli.add_argument("--accumulation", type=int, default=1, help="micro-batches a step")
+    cli.add_argument("--checkpointing", action="store_true", help="recompute whole blocks in backward, for every peer")
+    cli.add_argument(
+        "--activation-memory", choices=["none", "fast", "mlp", "block"], help="ours only: overrules the above"
+    )
+    cli.add_argument("--cap-gib", type=float, help="let the allocator have no more than this")
+    cli.add_argument("--peers", default="ours,hf,liger", help="of " + ", ".join(PEERS))
+    cli.add_argument("--steps", type=int, default=6)
+    cli.add_argument("--warmup", type=int, default=3)
+    cli.add_argument("--device", default="cuda")
+    cli.add_argument("--timeout", type=int, default=300, help="seconds a peer may take")
+    cli.add_argument("--profile", action="store_true", help="also list the kernels that take the most time")
+    cli.add_argument("--commit", help="of the measured code, where there is no .git (or GIT_COMMIT)")
+    cli.add_argument("--out", type=Path, help="JSON file to write")
+    cli.add_argument("--worker", help=argparse.SUPPRESS)
+    cli.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    args = cli.parse_args()
+    if args.warmup < 1 or args.steps < 1:
+        cli.error("--warmup and --steps must be at least 1")
+    if args.worker:
+        args.answer.write_text(json.dumps(measure(args)))
+        return
+    peers = args.peers.split(",")
+    if unknown := [peer for peer in peers if peer not in PEERS]:
+        cli.error(f"unknown peer {', '.join(unknown)}: choose from {', '.join(PEERS)}")
+    settings = dict(model=args.model, batch=args.batch, seq=args.seq, accumulation=args.accumulation, dtype="bfloat16")
+    settings |= dict(checkpointing=args.checkpointing, activation_memory=args.activation_memory, cap_gib=args.cap_gib)
+    settings |= dict(optimizer="AdamW fused", steps=args.steps, warmup=args.warmup)
+    report = dict(benchmark="step", settings=settings, environment=environment(args), results=[])
+    for peer in peers:
+        result = run_peer(peer, sys.argv[1:], args.timeout)
+        report["results"].append(result)
+        print(json.dumps({k: v for k, v in result.items() if k != "kernels"}), flush=True)
+        if args.out:  # after each peer: what was measured is kept if a later one is stopped
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"\n{args.model}, {args.batch} x {args.seq} x {args.accumulation}, on {report['environment']['device']}")
+    print(table(report["results"]))
+    sys.exit(any("tokens_per_s" not in r and not r.get("out_of_memory") for r in report["results"]))
+
+
+if __name__ == "__main__":
+    main()
