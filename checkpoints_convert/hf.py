@@ -16,7 +16,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -26,7 +26,15 @@ import torch
 
 from ligermodels.errors import CheckpointError, ConfigError
 
-__all__ = ["Checkpoint", "TensorInfo", "check_names", "open_checkpoint", "read_config", "save_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "TensorInfo",
+    "check_names",
+    "open_checkpoint",
+    "read_config",
+    "save_checkpoint",
+    "save_streamed",
+]
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -246,9 +254,30 @@ def save_checkpoint(
     Raises CheckpointError for names that share memory (drop the tied one), tensors without data or with a dtype that
     is not F64, F32, F16 or BF16, values that are not JSON, and for a disk that refuses.
     """
+    _check_memory(tensors)
+    save_streamed(folder, tensors, tensors.__getitem__, config, max_shard_size=max_shard_size, extra_json=extra_json)
+
+
+def save_streamed(
+    folder: str | os.PathLike,
+    tensors: Mapping[str, torch.Tensor],
+    make: Callable[[str], torch.Tensor],
+    config: dict,
+    *,
+    max_shard_size: int | str = "5GB",
+    extra_json: Mapping[str, dict] = {},
+) -> None:
+    """``save_checkpoint`` for tensors that come one at a time: ``make(name)`` is called once a name, when it is written.
+
+    ``tensors`` gives their shapes and dtypes (meta tensors will do). Holds one tensor at a time.
+    """
     folder = Path(folder)
     limit = _parse_size(max_shard_size)
-    _check_saveable(tensors)
+    if not tensors:
+        raise CheckpointError("there are no tensors to save")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise CheckpointError(f"tensor {name} is {tensor.dtype}: only {_known_dtypes()} can be saved")
     texts = {CONFIG: _to_json(config, CONFIG)}
     for name, content in extra_json.items():
         if PurePosixPath(name).name != name or not name.endswith(".json") or name in (CONFIG, INDEX):
@@ -272,7 +301,7 @@ def save_checkpoint(
         stale = _own_files(folder) - set(shards)
         try:
             for file, names in shards.items():
-                _write_safetensors(folder / (file + mark), {name: tensors[name] for name in names})
+                _write_safetensors(folder / (file + mark), {name: tensors[name] for name in names}, make)
             for file, text in texts.items():
                 _write_bytes(folder / (file + mark), text)
             # From here to the last line only names change, and without a config.json the folder does not load.
@@ -530,7 +559,7 @@ def _prefix_hint(missing: list[str], unexpected: list[str]) -> str:
     wanted, surplus = set(missing), set(unexpected)
     enough = len(unexpected) / 2
 
-    def explains(rename) -> bool:
+    def explains(rename: Callable[[str], str | None]) -> bool:
         return sum(rename(name) in wanted for name in surplus) > enough
 
     for prefix in ("module.", "_orig_mod.", "model.", "base_model.model."):
@@ -573,13 +602,9 @@ def _parse_size(size: int | str) -> int:
     return value
 
 
-def _check_saveable(tensors: Mapping[str, torch.Tensor]) -> None:
-    if not tensors:
-        raise CheckpointError("there are no tensors to save")
+def _check_memory(tensors: Mapping[str, torch.Tensor]) -> None:
     spans = []
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPE_NAMES:
-            raise CheckpointError(f"tensor {name} is {tensor.dtype}: only {_known_dtypes()} can be saved")
         if tensor.device.type == "meta":
             raise CheckpointError(f"tensor {name} is on the meta device: it has no data to save")
         if tensor.layout != torch.strided:
@@ -598,7 +623,9 @@ def _check_saveable(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _to_json(value: object, name: str) -> bytes:
     try:
-        return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+        # Sorted as transformers sorts them; other files (a tokenizer's vocabulary) keep their order.
+        text = json.dumps(value, indent=2, sort_keys=name in (CONFIG, INDEX), ensure_ascii=False)
+        return (text + "\n").encode()
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{name} cannot be written as JSON: {error}") from error
 
@@ -628,7 +655,7 @@ def _plan_shards(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, l
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
 
 
-def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], make: Callable[[str], torch.Tensor]) -> None:
     # Widest dtype first keeps every tensor aligned to its element size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -644,7 +671,9 @@ def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     with open(path, "wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         for name in names:
-            tensor = tensors[name].detach().to("cpu").contiguous()
+            tensor = make(name).detach().to("cpu").contiguous()
+            if (tensor.shape, tensor.dtype) != (tensors[name].shape, tensors[name].dtype):
+                raise CheckpointError(f"tensor {name} was made as {tensor.dtype} {list(tensor.shape)}, unlike promised")
             file.write(_memory(tensor))
         file.flush()
         os.fsync(file.fileno())
