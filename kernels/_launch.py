@@ -1,0 +1,43 @@
+"""What every row-wise kernel needs beside its launch: the right device, the row view, a grid that fits the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+
+from ligermodels.errors import LigerError
+
+
+def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device_of(tensor) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The (rows, D) view of a (..., D) tensor; a copy only where no strides can express the view."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors a persistent grid has to fill (two in the interpreter: more than one row range)."""
+    return _multiprocessors(device.index) if device.type == "cuda" else 2
+
+
+@functools.cache
+def _multiprocessors(index: int | None) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def no_second_derivative(ctx, *grads):
+    """Registered as the backward of backward operators: a silent wrong answer would be worse."""
+    raise LigerError(
+        "the fused kernels have no second derivative; use the *_reference function of the operation "
+        "where create_graph=True is needed"
+    )
