@@ -29,6 +29,7 @@ PEERS = {
     "liger": "transformers + Liger-Kernel",
 }
 GIB = 2**30
+ROOT = Path(__file__).resolve().parent.parent
 
 # What of the published config.json files decides the work; add a model here.
 MODELS = {
@@ -109,7 +110,8 @@ def build(args: argparse.Namespace):
         cls = getattr(ligermodels, OURS[kind])
         with torch.device(args.device):
             model = cls(cls.config_class.from_hf(dict(config, model_type=kind)))
-        model.set_activation_memory(args.activation_memory or ("block" if args.checkpointing else "none"))
+        if level := args.activation_memory or ("block" if args.checkpointing else None):
+            model.set_activation_memory(level)
     else:
         import transformers
 
@@ -148,12 +150,14 @@ def measure(args: argparse.Namespace) -> dict:
         torch.cuda.set_per_process_memory_fraction(
             args.cap_gib * GIB / torch.cuda.get_device_properties(0).total_memory
         )
-    result = dict(peer=args.worker, versions=versions())
+    result = dict(peer=args.worker, device=torch.cuda.get_device_name(0) if cuda else "CPU")
     try:
         model, forward = build(args)
         vocab = MODELS[args.model]["vocab_size"]
         result["parameters"] = sum(p.numel() for p in model.parameters())
         result["weights_gib"] = round(sum(p.numel() * p.element_size() for p in model.parameters()) / GIB, 2)
+        if args.worker == "ours":
+            result["activation_memory"] = model.activation_memory
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         tokens = torch.Generator(args.device).manual_seed(0)
 
@@ -246,8 +250,9 @@ def versions() -> dict:
 def run_peer(peer: str, argv: list[str], timeout: int) -> dict:
     """Run one peer in a fresh process and return its result; a failure is a result with an ``error``."""
     environment = dict(os.environ, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
-    root = str(Path(__file__).resolve().parent.parent)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    # transformers takes the checkout's kernels/ for Hugging Face's package of that name: only ours sees the root
+    paths = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p).resolve() != ROOT]
+    environment["PYTHONPATH"] = os.pathsep.join(([str(ROOT)] if peer == "ours" else []) + paths)
     with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
         command = [sys.executable, __file__, *argv, "--worker", peer, "--answer", answer.name]
         started = time.time()
@@ -288,17 +293,13 @@ def table(results: list[dict]) -> str:
 
 
 def environment(args: argparse.Namespace) -> dict:
-    """What a reader needs to judge the figures."""
-    import torch
-
+    """What a reader needs to judge the figures. The device's name comes from the workers: no CUDA context here."""
     commit = args.commit or os.environ.get("GIT_COMMIT")
     if not commit:
-        where = Path(__file__).resolve().parent
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, check=False)
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
         commit = git.stdout.strip() or "unknown"
-    device = torch.cuda.get_device_name(0) if args.device.startswith("cuda") else "CPU"
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return dict(device=device, **versions(), python=sys.version.split()[0], commit=commit, date=now)
+    return dict(device="unknown", **versions(), python=sys.version.split()[0], commit=commit, date=now)
 
 
 def main() -> None:
@@ -338,6 +339,7 @@ def main() -> None:
     for peer in peers:
         result = run_peer(peer, sys.argv[1:], args.timeout)
         report["results"].append(result)
+        report["environment"]["device"] = result.pop("device", report["environment"]["device"])
         print(json.dumps({k: v for k, v in result.items() if k != "kernels"}), flush=True)
         if args.out:  # after each peer: what was measured is kept if a later one is stopped
             args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,5 @@
 """A whole training loop on one page: fine-tune a model folder, or train a tiny random Llama, on one text file.
 
-python examples/train.py --model runs/smollm2 --text examples/data/lamp_at_corrin.txt
 python examples/train.py --tiny --text examples/data/lamp_at_corrin.txt --steps 200 --lr 3e-3
 """
 
@@ -13,8 +12,7 @@ from tqdm import tqdm
 
 import ligermodels
 
-TINY = dict(model_type="llama", vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2)
-TINY |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True)
+TINY = dict(vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4)
 
 
 def windows(tokens, batch, seq, generator):
@@ -57,26 +55,26 @@ def train(model, tokens, *, steps=40, batch=4, seq=128, accumulation=1, lr=1e-4,
 
 if __name__ == "__main__":
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    source = cli.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", help="a folder in Hugging Face layout")
-    source.add_argument("--tiny", action="store_true", help="a random Llama that reads bytes")
+    cli.add_argument(
+        "--model", default="runs/smollm2", help="a folder in Hugging Face layout (make demo makes this one)"
+    )
+    cli.add_argument("--tiny", action="store_true", help="instead: a random Llama that reads bytes")
     cli.add_argument("--text", type=Path, required=True, help="a UTF-8 file")
     cli.add_argument("--out", type=Path, default="runs/trained")
     cli.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    cli.add_argument(
-        "--dtype", default="float32", type=lambda name: getattr(torch, name), help="of weights and updates"
-    )
+    cli.add_argument("--dtype", default="float32", type=lambda name: getattr(torch, name))
     numbers = dict(steps=40, batch=4, seq=128, accumulation=1, lr=1e-4, seed=0)
     for name, default in numbers.items():
         cli.add_argument(f"--{name}", type=type(default), default=default)
     args = cli.parse_args()
-    if args.model:
-        model = ligermodels.from_pretrained(args.model, dtype=args.dtype, device=args.device)
-        tokens = ligermodels.Tokenizer.from_pretrained(args.model).encode(args.text.read_text("utf-8"))
-    else:
-        model = ligermodels.LigerLlama(ligermodels.LigerLlama.config_class.from_hf(TINY)).to(args.device, args.dtype)
+    torch.manual_seed(args.seed)
+    if args.tiny:
+        model = ligermodels.LigerLlama(ligermodels.LlamaConfig(**TINY)).to(args.device, args.dtype)
         tokens = list(args.text.read_bytes())
+    else:
+        model = ligermodels.from_pretrained(args.model, dtype=args.dtype, device=args.device)
+        tokenizer = ligermodels.Tokenizer.from_pretrained(args.model)
+        tokens = tokenizer.encode(args.text.read_text("utf-8"))
+        tokenizer.save_pretrained(args.out)
     train(model.train(), torch.tensor(tokens), **{name: getattr(args, name) for name in numbers})
     model.save_pretrained(args.out)
-    for file in Path(args.model).glob("*token*") if args.model else []:
-        (args.out / file.name).write_bytes(file.read_bytes())

@@ -1,0 +1,72 @@
+"""Rewrite the table of figures in README.md from benchmarks/results/*.json, so that no figure is typed by hand.
+
+python benchmarks/readme_table.py            # rewrite
+python benchmarks/readme_table.py --check    # only say (exit code 1) whether the README is out of date
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- figures: begin (benchmarks/readme_table.py writes this) -->", "<!-- figures: end -->"
+HEAD = """\
+| model, batch × length | device | | tokens/s | against the fastest peer | peak GiB | against the same peer |
+|---|---|---|---|---|---|---|"""
+
+
+def rows(report: dict) -> list[str]:
+    """One line of the table for each peer of one result file of step.py."""
+    settings, results = report["settings"], report["results"]
+    others = [r for r in results if r["peer"] != "ours" and "tokens_per_s" in r]
+    best = max(others, key=lambda r: r["tokens_per_s"], default=None)
+    title = f"{settings['model']}, {settings['batch']} × {settings['seq']}"
+    title += f" × {settings['accumulation']} accumulated" * (settings["accumulation"] > 1)
+    title += ", full checkpointing" * settings["checkpointing"]
+    title += f", within {settings['cap_gib']:g} GiB" if settings["cap_gib"] else ""
+    lines = []
+    for r in results:
+        cells = [title, report["environment"]["device"], r["peer"]]
+        if "tokens_per_s" in r:
+            cells.append(f"{r['tokens_per_s']:,.0f}")
+            cells.append(f"{r['tokens_per_s'] / best['tokens_per_s']:.2f}" if best else "–")
+            cells.append(f"{r['peak_gib']:.1f}" if "peak_gib" in r else "–")
+            cells.append(f"{r['peak_gib'] / best['peak_gib']:.2f}" if best and "peak_gib" in r else "–")
+        else:
+            cells += ["out of memory" if r.get("out_of_memory") else "failed", "–", "–", "–"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def block(folder: Path) -> str:
+    """The text between the two marks."""
+    reports = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    reports = [(path, report) for path, report in reports if report.get("benchmark") == "step"]
+    if not reports:
+        return "No figures are committed yet."
+    table = [HEAD, *(line for _, report in reports for line in rows(report))]
+    notes = []
+    for path, report in reports:
+        e = report["environment"]
+        versions = ", ".join(
+            f"{name} {e[name]}" for name in ("torch", "triton", "transformers", "liger-kernel") if name in e
+        )
+        notes.append(f"- `benchmarks/results/{path.name}`: {e['date'][:10]}, commit {e['commit'][:10]}; {versions}")
+    return "\n".join([*table, "", *notes])
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    old = readme.read_text(encoding="utf-8")
+    before, rest = old.split(BEGIN)
+    after = rest.split(END)[1]
+    new = f"{before}{BEGIN}\n{block(ROOT / 'benchmarks' / 'results')}\n{END}{after}"
+    if "--check" in sys.argv:
+        sys.exit("README.md: the figures are out of date, run benchmarks/readme_table.py" if new != old else 0)
+    readme.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
