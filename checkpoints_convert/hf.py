@@ -267,7 +267,7 @@ def save_streamed(
     max_shard_size: int | str = "5GB",
     extra_json: Mapping[str, dict] = {},
 ) -> None:
-    """``save_checkpoint`` for tensors that come one at a time: ``make(name)`` is called once a name, when it is written.
+    """``save_checkpoint`` for tensors that come one at a time: ``make(name)`` is called when that one is written.
 
     ``tensors`` gives their shapes and dtypes (meta tensors will do). Holds one tensor at a time.
     """

@@ -222,9 +222,9 @@ def _no_weights(request: _Request, present: set[str]) -> HubError:
     pickles = sorted(file for file in present if "/" not in file and file.endswith(PICKLES))
     if pickles:
         return HubError(
-            f"{request.name} holds its weights only as pickles ({', '.join(pickles[:3])}), which can run code when they "
-            "are opened, and are not read. Look for a revision with safetensors, or convert it once with transformers: "
-            "AutoModelForCausalLM.from_pretrained(REPO, dtype='auto').save_pretrained(FOLDER)"
+            f"{request.name} holds its weights only as pickles ({', '.join(pickles[:3])}), which can run code when "
+            "they are opened, and are not read. Look for a revision with safetensors, or convert it once with "
+            "transformers: AutoModelForCausalLM.from_pretrained(REPO, dtype='auto').save_pretrained(FOLDER)"
         )
     ggufs = sorted(file for file in present if file.endswith(".gguf"))
     if ggufs:

@@ -1,0 +1,439 @@
+"""GGUF (llama.cpp's single file) → a folder in Hugging Face layout: weights, config, tokenizer, chat template.
+
+Two things differ from a plain renaming. llama.cpp rotates neighbouring pairs (2j, 2j+1) where Hugging Face rotates
+(j, j + D/2), so a GGUF stores the rows of q and k interleaved, head by head; they are put back here. And a GGUF holds
+no tokenizer.json, only its raw material: tokens, merges or scores, token kinds, and the name of a splitting rule.
+
+The weights are dequantised by the package ``gguf`` (extra ``ligermodels[gguf]``), a slice of rows at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ligermodels.checkpoints_convert.hf import CONFIG, INDEX, SINGLE, _content_hint, _listed, save_streamed
+from ligermodels.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from gguf import ReaderTensor
+    from tokenizers import Tokenizer
+
+__all__ = ["convert_gguf"]
+
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_SLICE = 4 << 20  # elements dequantised at once: 16 MiB of fp32, and a few times that inside the package
+
+# How a byte-level vocabulary expects its text to be cut, by tokenizer.ggml.pre (the patterns are part of the models).
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+_SPLITS: dict[str, str | None] = {name: _WORDS % "{1,3}" for name in _LLAMA3}
+_SPLITS |= {"qwen2": _WORDS % "", "gpt-2": None, "gpt2": None, "smollm": None}  # None: GPT-2's rule, built in
+
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
+
+
+def convert_gguf(
+    gguf_file: str | os.PathLike,
+    folder: str | os.PathLike,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    force: bool = False,
+) -> Path:
+    """Convert a Llama-family GGUF into ``folder`` (Hugging Face layout) and return its path.
+
+    Writes model.safetensors (at ``dtype``), config.json, generation_config.json, tokenizer.json and
+    tokenizer_config.json with the chat template. Holds one tensor at a time.
+
+    Raises CheckpointError if the package ``gguf`` is missing, the file is no GGUF or is damaged, its architecture,
+    tokenizer or a tensor is not known here, or if ``folder`` already holds a model and ``force`` is not given.
+    """
+    path, folder = Path(gguf_file), Path(folder)
+    if not force and any((folder / name).exists() for name in (CONFIG, INDEX, SINGLE)):
+        raise CheckpointError(f"{folder} already holds a model: choose another folder, or pass force (--force)")
+    metadata, entries = _read(path)
+    architecture = metadata.get("general.architecture")
+    if architecture != "llama":
+        raise CheckpointError(f"{path} is of architecture {architecture!r}: only 'llama' can be converted so far")
+
+    config = _config(path, metadata, entries, dtype)
+    sources = _sources(path, config, entries)
+    tokenizer = _tokenizer(path, metadata)
+    extra = {
+        "generation_config.json": _generation_config(config, metadata),
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": _tokenizer_config(path, config, metadata),
+    }
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    shapes = {name: torch.empty(_shape(entry), dtype=dtype, device="meta") for name, entry in sources.items()}
+
+    from tqdm import tqdm
+
+    with tqdm(total=len(sources), desc=f"converting {path.name}", unit="tensor", disable=None) as bar:
+
+        def make(name: str) -> torch.Tensor:
+            tensor = _load(path, sources[name], dtype)
+            projection = name.split(".")[-2]
+            bar.update()
+            return _deinterleave(tensor, heads[projection]) if projection in heads else tensor
+
+        save_streamed(folder, shapes, make, config, extra_json=extra)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise CheckpointError("reading GGUF files needs the package gguf: pip install 'ligermodels[gguf]'") from error
+    try:
+        with open(path, "rb") as file:
+            start = file.read(512)
+    except OSError as error:
+        raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
+    if not start.startswith(b"GGUF"):
+        raise CheckpointError(f"{path} is not a GGUF file" + (f": {_content_hint(start)}" * bool(_content_hint(start))))
+    try:
+        reader = GGUFReader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        entries = {entry.name: entry for entry in reader.tensors}
+    except Exception as error:  # the package checks little, so damage surfaces as any kind of error
+        raise CheckpointError(f"{path} is damaged or cut short (fetch it again): {error}") from error
+    return metadata, entries
+
+
+def _shape(entry: ReaderTensor) -> tuple[int, ...]:
+    return tuple(int(size) for size in reversed(entry.shape))  # GGUF counts the fastest dimension first
+
+
+def _load(path: Path, entry: ReaderTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Dequantise one tensor. Reads the file itself: the reader's memory map would stay resident."""
+    import numpy as np
+    from gguf.quants import dequantize
+
+    shape = _shape(entry)
+    result = torch.empty(shape, dtype=dtype, device="cpu")
+    rows = result.view(-1, shape[-1])
+    row_bytes = int(entry.n_bytes) // len(rows)
+    step = max(1, _SLICE // shape[-1])
+    for begin in range(0, len(rows), step):
+        part = rows[begin : begin + step]
+        count, offset = len(part) * row_bytes, int(entry.data_offset) + begin * row_bytes
+        raw = np.fromfile(path, dtype=np.uint8, count=count, offset=offset)
+        if len(raw) < count:
+            raise CheckpointError(f"{path} is cut short: it ends within tensor {entry.name} (fetch it again)")
+        try:
+            values = dequantize(raw.view(entry.data.dtype).reshape(len(part), -1), entry.tensor_type)
+        except NotImplementedError as error:
+            kind = entry.tensor_type.name
+            raise CheckpointError(f"{path}: tensor {entry.name} is {kind}, which gguf cannot dequantise") from error
+        part.copy_(torch.from_numpy(values))
+    return result
+
+
+def _deinterleave(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of each head from (x0, y0, x1, y1, …) to (x0, x1, …, y0, y1, …)."""
+    pairs = tensor.view(heads, -1, 2, *tensor.shape[1:])  # (heads, D/2, 2, …)
+    return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def _sources(path: Path, config: dict, entries: dict[str, ReaderTensor]) -> dict[str, ReaderTensor]:
+    """Hugging Face name → GGUF tensor, complete and of the right shapes."""
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    q = config["num_attention_heads"] * config["head_dim"]
+    kv = config["num_key_value_heads"] * config["head_dim"]
+    layer_shapes = {
+        "attn_norm": (hidden,),
+        "attn_q": (q, hidden),
+        "attn_k": (kv, hidden),
+        "attn_v": (kv, hidden),
+        "attn_output": (hidden, q),
+        "ffn_norm": (hidden,),
+        "ffn_gate": (inner, hidden),
+        "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner),
+    }
+    expected = {"token_embd.weight": (vocab, hidden), "output_norm.weight": (hidden,)}
+    names = dict(_TOP_NAMES)
+    if not config["tie_word_embeddings"]:
+        expected["output.weight"] = (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        for part, shape in layer_shapes.items():
+            biased = config["attention_bias" if part.startswith("attn") else "mlp_bias"] and len(shape) == 2
+            for kind, kind_shape in (("weight", shape), *([("bias", shape[:1])] if biased else [])):
+                name = f"blk.{layer}.{part}.{kind}"
+                expected[name] = kind_shape
+                names[name] = f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
+
+    unknown = [name for name in entries if name not in expected and name != "rope_freqs.weight"]
+    if unknown:
+        raise CheckpointError(f"{path} holds tensors that a Llama model has not: {_listed(unknown)}")
+    missing = [name for name in expected if name not in entries]
+    if missing:
+        raise CheckpointError(f"{path} lacks the tensors {_listed(missing)}")
+    for name, shape in expected.items():
+        if _shape(entries[name]) != shape:
+            raise CheckpointError(f"{path}: tensor {name} is {list(_shape(entries[name]))}, expected {list(shape)}")
+    return {names[name]: entries[name] for name in expected}
+
+
+# ------------------------------------------------------------------------------------------------------------- config
+
+
+def _decimal(value: float) -> float:
+    """GGUF stores fp32: 9.999999747378752e-06 was 1e-05. The shortest decimal with the same fp32 value."""
+    import numpy as np
+
+    return float(str(np.float32(value)))
+
+
+def _need(path: Path, metadata: dict, key: str) -> Any:
+    if key not in metadata:
+        raise CheckpointError(f"{path} lacks the key {key}")
+    return metadata[key]
+
+
+def _config(path: Path, metadata: dict, entries: dict[str, ReaderTensor], dtype: torch.dtype) -> dict:
+    def need(key: str) -> Any:
+        value = _need(path, metadata, f"llama.{key}")
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise CheckpointError(
+                    f"{path}: llama.{key} differs by layer ({value[:8]}), a Llama model has one value"
+                )
+            return value[0]
+        return value
+
+    if metadata.get("llama.expert_count", 0):
+        raise CheckpointError(f"{path} is a mixture of experts (llama.expert_count): not converted so far")
+    if "token_embd.weight" not in entries:
+        raise CheckpointError(f"{path} lacks the tensor token_embd.weight")
+    hidden, heads = need("embedding_length"), need("attention.head_count")
+    kv_heads = need("attention.head_count_kv") if "llama.attention.head_count_kv" in metadata else heads
+    rotary = metadata.get("llama.rope.dimension_count")
+    head_dim = metadata.get("llama.attention.key_length", rotary or hidden // heads)
+    if head_dim != metadata.get("llama.attention.value_length", head_dim) or head_dim != (rotary or head_dim):
+        raise CheckpointError(
+            f"{path}: a Llama model needs equal llama.attention.key_length ({head_dim}), .value_length "
+            f"({metadata.get('llama.attention.value_length')}) and llama.rope.dimension_count ({rotary})"
+        )
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": need("feed_forward_length"),
+        "num_hidden_layers": need("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": need("context_length"),
+        "vocab_size": _shape(entries["token_embd.weight"])[0],
+        "rms_norm_eps": _decimal(need("attention.layer_norm_rms_epsilon")),
+        "rope_theta": _decimal(metadata.get("llama.rope.freq_base", 10000.0)),
+        "rope_scaling": _rope_scaling(path, metadata, entries, head_dim),
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in entries,
+        "mlp_bias": "blk.0.ffn_gate.bias" in entries,
+        "tie_word_embeddings": "output.weight" not in entries,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "use_cache": True,
+    }
+    ids = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+    return config | {name: metadata.get(f"tokenizer.ggml.{key}") for name, key in ids.items()}
+
+
+def _rope_scaling(path: Path, metadata: dict, entries: dict[str, ReaderTensor], head_dim: int) -> dict | None:
+    kind = metadata.get("llama.rope.scaling.type", "none")
+    factor = metadata.get("llama.rope.scaling.factor", metadata.get("llama.rope.scale_linear"))
+    if "rope_freqs.weight" in entries:
+        return _llama3_scaling(path, metadata, entries, head_dim)
+    if kind == "linear" or (kind == "none" and factor not in (None, 1.0)):
+        return {"rope_type": "linear", "factor": _decimal(_need(path, {"": factor} if factor else {}, ""))}
+    if kind == "yarn":
+        original = _need(path, metadata, "llama.rope.scaling.original_context_length")
+        factor = _decimal(_need(path, metadata, "llama.rope.scaling.factor"))
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    if kind != "none":
+        raise CheckpointError(f"{path}: unknown llama.rope.scaling.type {kind!r}")
+    return None
+
+
+def _llama3_scaling(path: Path, metadata: dict, entries: dict[str, ReaderTensor], head_dim: int) -> dict:
+    """Llama 3.1's scaling is stored as its result, one divisor per frequency. Find the constants that give it."""
+    found = _load(path, entries["rope_freqs.weight"], torch.float32).double()
+    theta = metadata.get("llama.rope.freq_base", 10000.0)
+    factor, low, high, original = found.max().item(), 1.0, 4.0, 8192
+    wavelength = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
+    expected = 1 / (smooth + (1 - smooth) / factor)
+    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-4):
+        raise CheckpointError(
+            f"{path}: rope_freqs.weight is not what Llama 3's scaling gives (low 1, high 4, original length 8192)"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _generation_config(config: dict, metadata: dict) -> dict:
+    """Ids to stop at: the end of the text, and of a turn where the file names another token for it."""
+    stops = [config["eos_token_id"], metadata.get("tokenizer.ggml.eot_token_id")]
+    stops = list(dict.fromkeys(stop for stop in stops if stop is not None))
+    values = {
+        "bos_token_id": config["bos_token_id"],
+        "eos_token_id": stops[0] if len(stops) == 1 else stops or None,
+        "pad_token_id": config["pad_token_id"],
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# ---------------------------------------------------------------------------------------------------------- tokenizer
+
+
+def _adds(metadata: dict, which: str) -> bool:
+    """Whether bos (eos) is put around a text. Old files do not say, and then llama.cpp's rule holds."""
+    sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
+    default = which == "bos" and (sentencepiece or metadata.get("tokenizer.ggml.pre") in _LLAMA3)
+    return metadata.get(f"tokenizer.ggml.add_{which}_token", default)
+
+
+def _token(path: Path, metadata: dict, key: str) -> str | None:
+    number = metadata.get(f"tokenizer.ggml.{key}")
+    if number is None:
+        return None
+    tokens = metadata["tokenizer.ggml.tokens"]
+    if not 0 <= number < len(tokens):
+        raise CheckpointError(f"{path}: tokenizer.ggml.{key} is {number}, but there are {len(tokens)} tokens")
+    return tokens[number]
+
+
+def _tokenizer_config(path: Path, config: dict, metadata: dict) -> dict:
+    values = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # "what tokenizer.json says"
+        "model_max_length": config["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": _adds(metadata, "bos"),
+        "add_eos_token": _adds(metadata, "eos"),
+        "bos_token": _token(path, metadata, "bos_token_id"),
+        "eos_token": _token(path, metadata, "eos_token_id"),
+        "unk_token": _token(path, metadata, "unknown_token_id"),
+        "pad_token": _token(path, metadata, "padding_token_id"),
+        "chat_template": metadata.get("tokenizer.chat_template"),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _tokenizer(path: Path, metadata: dict) -> dict:
+    """tokenizer.json as a dict."""
+    import json
+
+    from tokenizers import AddedToken, processors
+
+    kind = _need(path, metadata, "tokenizer.ggml.model")
+    tokens = _need(path, metadata, "tokenizer.ggml.tokens")
+    kinds = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    vocab = {token: number for number, token in enumerate(tokens)}
+    if kind == "gpt2":
+        tokenizer = _byte_level(path, metadata, vocab)
+    elif kind == "llama":
+        tokenizer = _sentencepiece(path, metadata, vocab, kinds)
+    else:
+        raise CheckpointError(f"{path}: unknown tokenizer.ggml.model {kind!r}: 'gpt2' and 'llama' can be converted")
+
+    for special, wanted in ((True, _CONTROL), (False, _USER_DEFINED)):
+        added = [
+            AddedToken(token, special=special, normalized=False)
+            for token, token_kind in zip(tokens, kinds, strict=True)
+            if token_kind == wanted
+        ]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+
+    around = {which: _token(path, metadata, f"{which}_token_id") for which in ("bos", "eos") if _adds(metadata, which)}
+    around = {which: token for which, token in around.items() if token is not None}
+    if around:
+        template = [*([around["bos"]] if "bos" in around else []), "$A", *([around["eos"]] if "eos" in around else [])]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=template,
+            pair=template + [part.replace("$A", "$B") for part in template],
+            special_tokens=[(token, vocab[token]) for token in around.values()],
+        )
+    return json.loads(tokenizer.to_str())
+
+
+def _byte_level(path: Path, metadata: dict, vocab: dict[str, int]) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    rule = _need(path, metadata, "tokenizer.ggml.pre")
+    if rule not in _SPLITS:
+        raise CheckpointError(f"{path}: unknown tokenizer.ggml.pre {rule!r}: known are {', '.join(_SPLITS)}")
+    merges = [tuple(merge.split(" ")) for merge in _need(path, metadata, "tokenizer.ggml.merges")]
+    # Llama 3 takes a word that is in the vocabulary whole, whether or not merges lead to it.
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rule in _LLAMA3))
+    pattern = _SPLITS[rule]
+    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
+    if rule == "smollm":
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    if pattern is not None:
+        steps.insert(0, pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(path: Path, metadata: dict, vocab: dict[str, int], kinds: list[int]) -> Tokenizer:
+    """SentencePiece's BPE joins the neighbours whose union scores best: as merges, every split by falling score."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = _need(path, metadata, "tokenizer.ggml.scores")
+    merges = [
+        (-scores[number], number, vocab[token[:cut]], token[:cut], token[cut:])
+        for token, number in vocab.items()
+        if kinds[number] == _NORMAL
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    pairs = [(left, right) for *_, left, right in sorted(merges)]
+    model = models.BPE(
+        vocab=vocab,
+        merges=pairs,
+        unk_token=_token(path, metadata, "unknown_token_id") or ("<unk>" if "<unk>" in vocab else None),
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    # Llama 2's own tokenizer.json: a space before each stretch of text, also after a special token.
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
+    return tokenizer
