@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,15 @@ from torch import Tensor
 from ligermodels.errors import LigerError
 
 __all__ = ["generate", "stream"]
+
+
+class _Sampling(NamedTuple):
+    """How a token is chosen; the values are checked and None is resolved."""
+
+    temperature: float  # 0: greedy
+    top_k: int  # 0: all
+    top_p: float  # 1: all
+    generator: torch.Generator | None  # None: torch's global one
 
 
 def generate(
@@ -96,9 +105,13 @@ def stream(
     eos_ids = _eos_ids(model, eos_token_id)
     pad_id = _pad_id(model, pad_token_id, eos_ids, vocab_size)
     input_ids, attention_mask = _check_prompt(input_ids, attention_mask, vocab_size, device)
-    generator = None if seed is None else _seeded(seed, device)
-    sampling = (float(temperature), int(top_k or 0), 1.0 if top_p is None else float(top_p), generator)
-    return _steps(model, input_ids, attention_mask, int(max_new_tokens), sampling, eos_ids, pad_id)
+    sampling = _Sampling(
+        temperature=float(temperature),
+        top_k=top_k or 0,
+        top_p=1.0 if top_p is None else float(top_p),
+        generator=None if seed is None else _seeded(seed, device),
+    )
+    return _steps(model, input_ids, attention_mask, max_new_tokens, sampling, eos_ids, pad_id)
 
 
 # no_grad, not inference_mode: the ids must stay usable in a training step, where embedding saves them for backward.
@@ -109,7 +122,7 @@ def _steps(
     input_ids: Tensor,
     attention_mask: Tensor | None,
     max_new_tokens: int,
-    sampling: tuple[float, int, float, torch.Generator | None],
+    sampling: _Sampling,
     eos_ids: list[int],
     pad_id: int,
 ) -> Iterator[Tensor]:
@@ -119,10 +132,10 @@ def _steps(
     device = input_ids.device
     eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
     ended = torch.zeros(B, dtype=torch.bool, device=device)
+    unusable = torch.zeros_like(ended)
     length = S + max_new_tokens - 1  # the last token is never fed back
     if attention_mask is None:
-        positions = torch.arange(S, device=device).expand(B, S)
-        mask = None  # no padding: the model may take its plain causal path
+        mask = positions = None  # no padding: the model counts on from its cache and may take its plain causal path
     else:
         positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         mask = torch.cat([attention_mask, attention_mask.new_ones(B, max_new_tokens - 1)], dim=1)
@@ -140,10 +153,10 @@ def _steps(
                 cache=cache,
                 logits_to_keep=1,
             )
-            chosen, usable = _choose(out.logits[:, -1].float(), *sampling)
-            unusable = ~(usable | ended)
+            chosen, usable = _choose(out.logits[:, -1].float(), sampling)
+            unusable = unusable | ~(usable | ended)
             chosen = chosen.masked_fill(ended, pad_id)
-            ended = ended | torch.isin(chosen, eos)
+            ended = ended | (chosen[:, None] == eos).any(-1)  # torch.isin sorts long lists, and waits for that
             # The only wait for the device in a step. Both flags only ever accumulate, so this may be read less often.
             all_ended, any_unusable = torch.stack([ended.all(), unusable.any()]).tolist()
             if any_unusable:
@@ -155,35 +168,35 @@ def _steps(
             yield chosen
             if all_ended:
                 return
-            tokens, positions = chosen[:, None], positions[:, -1:] + 1
+            tokens = chosen[:, None]
+            if positions is not None:
+                positions = positions[:, -1:] + 1
     finally:
         for module in training:
             module.training = True
 
 
-def _choose(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor]:
+def _choose(logits: Tensor, sampling: _Sampling) -> tuple[Tensor, Tensor]:
     """logits (B, V) fp32 → token ids (B,) int64 and whether each row's logits were usable (B,) bool. No host sync."""
     best = logits.amax(-1, keepdim=True)  # NaN when any is NaN, −inf when all are
     usable = best.isfinite().squeeze(-1)
-    if temperature == 0:
+    if sampling.temperature == 0:
         return logits.argmax(-1), usable
     # Measured from the best one, so that a tiny temperature gives 0 and −inf, never inf − inf.
-    scores = (logits - best) / max(temperature, torch.finfo(torch.float32).tiny)
-    if 0 < top_k < scores.shape[-1]:
-        kth = scores.topk(top_k, dim=-1).values[:, -1:]
+    scores = (logits - best) / max(sampling.temperature, torch.finfo(torch.float32).tiny)
+    if 0 < sampling.top_k < scores.shape[-1]:
+        kth = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < kth, -math.inf)
-    if top_p < 1:
+    if sampling.top_p < 1:
         # Stable and descending, so that of equal scores the first stays, as argmax has it.
         ordered, index = scores.sort(dim=-1, descending=True, stable=True)
         tail = ordered.softmax(-1).flip(-1).cumsum(-1).flip(-1)  # probability of this token and all less likely ones
-        drop = tail <= 1 - top_p
+        drop = tail <= 1 - sampling.top_p
         drop[:, 0] = False
         scores = scores.masked_fill(torch.zeros_like(drop).scatter_(-1, index, drop), -math.inf)
     # argmax(p / Exp(1) noise) draws from p, as torch.multinomial does, but multinomial waits for the device.
     p = scores.softmax(-1)
-    noise = torch.empty_like(p).exponential_(generator=generator).clamp_(min=torch.finfo(p.dtype).tiny)
+    noise = torch.empty_like(p).exponential_(generator=sampling.generator).clamp_(min=torch.finfo(p.dtype).tiny)
     return (p / noise).argmax(-1), usable
 
 

@@ -1,5 +1,6 @@
 """generate and stream: stopping, padding, sampling limits, errors; then against transformers."""
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -33,7 +34,7 @@ class Fake(nn.Module):
     def make_cache(self, batch_size, max_length):
         return Cache(batch_size, max_length)
 
-    def forward(self, input_ids, *, attention_mask=None, position_ids, cache, logits_to_keep):
+    def forward(self, input_ids, *, attention_mask, position_ids, cache, logits_to_keep):
         assert not self.training and not torch.is_grad_enabled() and logits_to_keep == 1
         self.fed.append(input_ids)
         cache.ids = torch.cat([cache.ids, input_ids], dim=1)
@@ -41,7 +42,9 @@ class Fake(nn.Module):
         assert cache.length <= cache.room
         mask = torch.ones_like(cache.ids) if attention_mask is None else attention_mask
         assert mask.shape == cache.ids.shape
-        assert torch.equal(position_ids, (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :])
+        assert (position_ids is None) == (attention_mask is None)
+        if position_ids is not None:
+            assert torch.equal(position_ids, (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :])
         rows = [self.logits(ids[keep.bool()].tolist()) for ids, keep in zip(cache.ids, mask, strict=True)]
         return SimpleNamespace(logits=torch.stack(rows)[:, None])
 
@@ -171,12 +174,12 @@ def test_unequal_prompts_padded_on_the_left_give_what_each_alone_gives():
             assert torch.equal(out[:, :4], ids[order])
 
 
-def test_without_padding_no_mask_is_passed_so_that_attention_may_be_plainly_causal():
+def test_without_padding_neither_mask_nor_positions_are_passed_so_that_attention_may_be_plainly_causal():
     seen = []
     model = Fake(hashed)
-    model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True)
+    model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
     generate(model, PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=2)
-    assert seen == [None, None]
+    assert [call["attention_mask"] for call in seen] == [call["position_ids"] for call in seen] == [None, None]
 
 
 # ------------------------------------------------------------------------------------------------------- sampling
@@ -378,3 +381,95 @@ def test_unusable_logits_of_a_row_that_has_ended_do_not_matter():
     script_row = script([7, 0, 0], [4, 5, 7])
     out = generate(Fake(logits, eos_token_id=7, pad_token_id=0), torch.tensor([[0], [1]]), max_new_tokens=3)
     assert out.tolist() == [[0, 7, 0, 0], [1, 4, 5, 7]]
+
+
+# ------------------------------------------------------------------------------------------------------- a real family
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """(transformers' tiny Llama, ours with the same weights)."""
+    from tiny import TINY, scaled_hf_llama
+
+    from ligermodels import LigerLlama, LlamaConfig
+
+    hf = scaled_hf_llama(TINY)
+    ours = LigerLlama(LlamaConfig.from_hf(TINY))
+    ours.load_state_dict(hf.state_dict())
+    return hf, ours
+
+
+PROMPTS = [[5, 17, 90], [3], [44, 8, 61, 13, 29, 70, 7], [9, 9]]
+
+
+def left_padded(prompts):
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    return ids, mask
+
+
+def test_a_batch_of_unequal_prompts_equals_transformers_and_each_prompt_alone(pair):
+    hf, ours = pair
+    ids, mask = left_padded(PROMPTS)
+    out = ours.generate(ids, attention_mask=mask, max_new_tokens=24, eos_token_id=[])
+    options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(out, hf.generate(ids, attention_mask=mask, **options))
+    for prompt, row in zip(PROMPTS, out, strict=True):
+        prompt = torch.tensor([prompt])
+        alone = ours.generate(prompt, max_new_tokens=24, eos_token_id=[])
+        assert torch.equal(alone, hf.generate(prompt, attention_mask=torch.ones_like(prompt), **options))
+        assert torch.equal(row[-24:], alone[0, -24:])
+    steps = ours.stream(ids, attention_mask=mask, max_new_tokens=24, eos_token_id=[])
+    assert torch.equal(out[:, -24:], torch.stack(list(steps), dim=1))
+
+
+def test_several_eos_ids_end_the_rows_as_in_transformers(pair):
+    hf, ours = pair
+    ids, mask = left_padded(PROMPTS)
+    free = ours.generate(ids, attention_mask=mask, max_new_tokens=24, eos_token_id=[])[:, ids.shape[1] :]
+    eos = [int(free[0, 3]), int(free[2, 9])]  # so that rows end at different steps
+    out = ours.generate(ids, attention_mask=mask, max_new_tokens=24, eos_token_id=eos, pad_token_id=1)
+    expected = hf.generate(
+        ids, attention_mask=mask, do_sample=False, max_new_tokens=24, eos_token_id=eos, pad_token_id=1
+    )
+    assert torch.equal(out, expected)
+    assert (out[:, -1] == 1).any()
+
+
+def test_sampling_from_a_model_repeats_with_its_seed(pair):
+    _, ours = pair
+    ids, mask = left_padded(PROMPTS)
+    options = {"attention_mask": mask, "max_new_tokens": 12, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+    a, b, c = (ours.generate(ids, **options, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+@pytest.mark.gpu
+def test_a_step_waits_for_the_device_once(pair):
+    """All host syncs of a step but the stopping check are errors here."""
+    model = copy.deepcopy(pair[1]).to("cuda")
+    ids = torch.tensor([PROMPTS[2]], device="cuda")
+    tokens = stream(model, ids, max_new_tokens=8, temperature=0.8, top_k=20, top_p=0.9, seed=1, eos_token_id=[2])
+    next(tokens)
+    waits = []
+    original = torch.Tensor.tolist
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+
+    def allowed(tensor):
+        torch.cuda.set_sync_debug_mode("default")
+        waits.append(tensor)
+        try:
+            return original(tensor)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", allowed)
+            for _ in range(3):
+                next(tokens)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == 3

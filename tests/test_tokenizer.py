@@ -216,6 +216,18 @@ def test_tokenizer_config_has_the_effect_it_has_in_transformers(tmp_path, kind, 
         assert ours.decode(ids, skip_special_tokens=True) == hf.decode(ids, skip_special_tokens=True)
 
 
+def test_tokenizer_json_rules_where_transformers_rebuilds_a_llama_tokenizer(tmp_path):
+    """For tokenizer_class LlamaTokenizer, transformers 5 drops the file's normalizer and with it real spaces.
+
+    We keep the file, which has the pieces that sentencepiece and Meta's code give.
+    """
+    ours, hf = both(write(tmp_path, with_bos(byte_fallback()), tokenizer_class="LlamaTokenizer", unk_token="<unk>"))
+    assert ours.encode("the fox") == hf.encode("the fox")
+    pieces = [ours.backend.id_to_token(i) for i in ours.encode(" the</s>the")]
+    assert pieces == ["<s>", "▁", "▁the", "</s>", "▁the"]
+    assert hf.convert_ids_to_tokens(hf.encode(" the</s>the")) == ["<s>", "▁the", "</s>", "the"]
+
+
 def test_special_tokens_map_completes_an_old_config(tmp_path):
     folder = write(tmp_path, byte_level(), bos_token=None, eos_token=None, pad_token=None)
     (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}}))
