@@ -14,7 +14,7 @@ import torch
 from train import train
 
 from ligermodels import LigerLlama, Tokenizer
-from ligermodels.checkpoints_convert import __main__ as convert
+from ligermodels.checkpoints_convert.from_gguf import convert_gguf
 
 QUESTION = "What is the capital of France?"
 STORY = Path(__file__).parent / "data" / "lamp_at_corrin.txt"
@@ -62,7 +62,7 @@ def main():
     source, tuned = args.folder / "smollm2", args.folder / "smollm2-tuned"
     if not (source / "config.json").exists():
         say(f"Converting {find_gguf().name} to {source} ...")
-        convert.main([str(find_gguf()), str(source), "--dtype", "bfloat16"])
+        convert_gguf(find_gguf(), source, dtype=torch.bfloat16)
     model = LigerLlama.from_pretrained(source, dtype=torch.float32)
     tokenizer = Tokenizer.from_pretrained(source)
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters loaded from {source}")

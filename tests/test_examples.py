@@ -1,0 +1,137 @@
+"""The examples and the step benchmark do what they say, and the files that people read stay short."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_chat import write_tiny_chat_model
+
+from ligermodels import LigerLlama, LlamaConfig, Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+STORY = ROOT / "examples" / "data" / "lamp_at_corrin.txt"
+
+
+@pytest.fixture(scope="module")
+def example():
+    """examples/train.py as a module."""
+    spec = importlib.util.spec_from_file_location("train", ROOT / "examples" / "train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(monkeypatch, *arguments):
+    """examples/train.py as from the command line."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--text", str(STORY), *map(str, arguments)])
+    runpy.run_path(str(ROOT / "examples" / "train.py"), run_name="__main__")
+
+
+def hf_logits(folder, ids):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(ids).logits
+
+
+def test_training_lowers_the_loss(example):
+    torch.manual_seed(0)
+    model = LigerLlama(LlamaConfig(**example.TINY)).train()
+    losses = example.train(model, torch.tensor(list(STORY.read_bytes())), steps=30, batch=4, seq=32, lr=1e-2)
+    assert len(losses) == 30
+    assert losses[0] == pytest.approx(5.545, abs=0.2)  # ln 256: nothing is known yet
+    assert sum(losses[-5:]) / 5 < losses[0] - 2
+
+
+def test_how_a_batch_is_cut_does_not_change_the_gradients(example):
+    torch.manual_seed(0)
+    model = LigerLlama(LlamaConfig(**example.TINY))
+    ids = torch.randint(0, 256, (4, 20))
+    model(ids, labels=ids).loss.backward()
+    whole = [p.grad.clone() for p in model.parameters()]
+    for cut in ([4], [1, 1, 1, 1], [3, 1]):
+        model.zero_grad()
+        loss = example.backward(model, ids.split(cut))
+        torch.testing.assert_close(loss, model(ids, labels=ids).loss.detach(), rtol=1e-6, atol=1e-6)
+        for p, expected in zip(model.parameters(), whole, strict=True):
+            torch.testing.assert_close(p.grad, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_pieces_of_unequal_length_count_by_their_tokens(example):
+    torch.manual_seed(0)
+    model = LigerLlama(LlamaConfig(**example.TINY))
+    short, long = torch.randint(0, 256, (1, 5)), torch.randint(0, 256, (1, 41))  # 4 and 40 labels after the shift
+    with torch.no_grad():
+        means = [model(ids, labels=ids).loss for ids in (short, long)]
+    loss = example.backward(model, [short, long])
+    torch.testing.assert_close(loss, (4 * means[0] + 40 * means[1]) / 44, rtol=1e-6, atol=1e-6)
+
+
+def test_learning_rate_warms_up_and_falls_to_a_tenth(example):
+    shares = [example.schedule(step, 100) for step in range(100)]
+    assert shares[0] == pytest.approx(0.1) and max(shares) == 1.0 and shares.index(1.0) in (9, 10)
+    assert all(a >= b for a, b in itertools.pairwise(shares[10:]))
+    assert shares[-1] == pytest.approx(0.1, abs=1e-3)
+    assert example.schedule(0, 1) == 1.0  # a single step is not warmup
+
+
+def test_tiny_from_the_command_line_saves_what_both_libraries_load(tmp_path, monkeypatch):
+    run(monkeypatch, "--tiny", "--steps", 2, "--seq", 16, "--accumulation", 2, "--device", "cpu", "--out", tmp_path)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        ours = LigerLlama.from_pretrained(tmp_path)(ids).logits
+        torch.testing.assert_close(ours, hf_logits(tmp_path, ids), rtol=0, atol=1e-5)
+
+
+def test_fine_tuning_a_folder_keeps_its_tokenizer_and_changes_its_weights(tmp_path, monkeypatch):
+    source, out = write_tiny_chat_model(tmp_path / "source"), tmp_path / "out"
+    before = (source / "model.safetensors").read_bytes()
+    run(monkeypatch, "--model", source, "--steps", 1, "--seq", 16, "--device", "cpu", "--out", out)
+    text = "Ninety-one steps."
+    assert Tokenizer.from_pretrained(out).encode(text) == Tokenizer.from_pretrained(source).encode(text)
+    trained = LigerLlama.from_pretrained(out)
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(trained.parameters(), LigerLlama.from_pretrained(source).parameters(), strict=True)
+    )
+    assert (source / "model.safetensors").read_bytes() == before
+
+
+def test_the_step_benchmark_gives_both_peers_the_same_weights_and_tokens(tmp_path):
+    out = tmp_path / "result.json"
+    command = [sys.executable, ROOT / "benchmarks" / "step.py", "--model", "tiny", "--device", "cpu", "--batch", "2"]
+    command += ["--seq", "32", "--peers", "ours,hf", "--steps", "1", "--warmup", "1", "--commit", "abc", "--out", out]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(out.read_text())
+    ours, hf = report["results"]
+    assert ours["parameters"] == hf["parameters"]
+    assert ours["first_loss"] == pytest.approx(hf["first_loss"], abs=2e-3)  # bf16 models, random weights
+    assert ours["first_loss"] == pytest.approx(6.238, abs=0.1)  # ln 512
+    assert report["environment"]["commit"] == "abc" and "ratios: to hf" in done.stdout
+
+
+def test_a_peer_that_crashes_or_runs_out_of_memory_is_a_line_of_the_table():
+    spec = importlib.util.spec_from_file_location("step", ROOT / "benchmarks" / "step.py")
+    step = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(step)
+    good = dict(tokens_per_s=100.0, tflops=1.0, first_loss=12.0)
+    results = [dict(peer="ours", **good), dict(peer="hf", out_of_memory=True), dict(peer="liger", error="exit 1: no")]
+    assert "out of memory" in step.table(results) and "FAILED: exit 1: no" in step.table(results)
+
+
+def test_what_people_read_stays_short():
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("*/*.py")}
+    assert lines[ROOT / "examples" / "train.py"] <= 80
+    package = ROOT / "ligermodels"
+    families = [path for path in package.glob("*.py") if "class Liger" in path.read_text(encoding="utf-8")]
+    families = [path for path in families if path.name != "errors.py"]
+    assert package / "llama.py" in families
+    assert {path.name: lines[path] for path in families if not 120 <= lines[path] <= 220} == {}

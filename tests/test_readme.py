@@ -1,0 +1,75 @@
+"""The README keeps its word: its snippets run, what it links to exists, its figures are those of committed results."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+from tiny_chat import write_tiny_chat_model
+
+import ligermodels
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def load(path: str):
+    """A script of the project as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_python_snippet_runs(tmp_path, monkeypatch):
+    folder = write_tiny_chat_model(tmp_path / "hub")
+    asked = []
+
+    def from_hub(cls, repo, **options):  # no internet in tests: the tiny folder stands for the repository
+        asked.append(repo)
+        return cls.from_pretrained(folder, **options)
+
+    for cls in (ligermodels.LigerLlama, ligermodels.Tokenizer):
+        monkeypatch.setattr(cls, "from_hub", classmethod(from_hub))
+    monkeypatch.chdir(tmp_path)
+    snippets = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(snippets) >= 5
+    names: dict = {}
+    for number, snippet in enumerate(snippets, 1):  # in the order of the page: later ones use names of earlier ones
+        exec(compile(snippet, f"<README snippet {number}>", "exec"), names)
+    assert asked == ["HuggingFaceTB/SmolLM2-135M-Instruct"] * 2
+    assert (tmp_path / "my-model" / "model.safetensors").is_file()
+    assert names["loss"].isfinite()
+
+
+def test_commands_and_links_lead_somewhere():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.findall(r"^make (\S+)", README, re.MULTILINE)
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", README) + re.findall(r"^python (\S+\.py)", README, re.MULTILINE)
+    assert targets and links
+    assert [t for t in targets if not re.search(rf"^{t}:", makefile, re.MULTILINE)] == []
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_figures_are_those_of_the_committed_results():
+    table = load("benchmarks/readme_table.py")
+    written = README.split(table.BEGIN)[1].split(table.END)[0].strip()
+    assert written == table.block(ROOT / "benchmarks" / "results").strip(), "run benchmarks/readme_table.py"
+
+
+def test_the_table_gives_ratios_to_the_fastest_peer_and_says_out_of_memory():
+    report = {
+        "settings": dict(model="m", batch=4, seq=4096, accumulation=1, checkpointing=False, cap_gib=None),
+        "environment": {"device": "GPU"},
+        "results": [
+            dict(peer="ours", tokens_per_s=1200.0, peak_gib=40.0),
+            dict(peer="hf", out_of_memory=True),
+            dict(peer="hf-compile", tokens_per_s=800.0, peak_gib=60.0),
+            dict(peer="liger", tokens_per_s=1000.0, peak_gib=50.0),
+        ],
+    }
+    ours, hf, compiled, liger = load("benchmarks/readme_table.py").rows(report)
+    assert ours == "| m, 4 × 4096 | GPU | ours | 1,200 | 1.20 | 40.0 | 0.80 |"
+    assert hf == "| m, 4 × 4096 | GPU | hf | out of memory | – | – | – |"
+    assert compiled.endswith("| 800 | 0.80 | 60.0 | 1.20 |") and liger.endswith("| 1,000 | 1.00 | 50.0 | 1.00 |")
