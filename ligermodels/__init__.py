@@ -1,0 +1,61 @@
+"""Decoder language models written natively on fused Triton kernels; Hugging Face checkpoints in and out.
+
+>>> from ligermodels import LigerLlama
+>>> model = LigerLlama.from_hub("meta-llama/Meta-Llama-3-8B")
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ligermodels.base import CausalLM, CausalLMOutput
+from ligermodels.checkpoints_convert.hf import read_config
+from ligermodels.checkpoints_convert.hub import download
+from ligermodels.errors import CheckpointError, ConfigError, HubError, LigerError
+from ligermodels.llama import LigerLlama, LlamaConfig
+from ligermodels.tokenizer import Tokenizer
+
+__all__ = [
+    "CausalLMOutput",
+    "CheckpointError",
+    "ConfigError",
+    "HubError",
+    "LigerError",
+    "LigerLlama",
+    "LlamaConfig",
+    "Tokenizer",
+    "from_hub",
+    "from_pretrained",
+]
+
+MODELS: dict[str, type[CausalLM]] = {"llama": LigerLlama}
+
+
+def from_pretrained(
+    folder: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device | None = None
+) -> CausalLM:
+    """The model in a folder of Hugging Face layout; its class is chosen by config.json's model_type.
+
+    Raises ConfigError for a model_type that is not in the zoo; otherwise as the class's own ``from_pretrained``.
+    """
+    model_type = read_config(folder).get("model_type")
+    if model_type not in MODELS:
+        raise ConfigError(f"{folder}: model_type {model_type!r} is not in the zoo, which has {', '.join(MODELS)}")
+    return MODELS[model_type].from_pretrained(folder, dtype=dtype, device=device)
+
+
+def from_hub(
+    repo_id: str,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+) -> CausalLM:
+    """Download ``repo_id`` and load it with the class that its config.json asks for; see ``from_pretrained``."""
+    folder = download(repo_id, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only)
+    return from_pretrained(folder, dtype=dtype, device=device)

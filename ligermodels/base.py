@@ -1,0 +1,351 @@
+"""What every family has: loading, saving, the loss, the cache, generation. A family's file adds config and forward."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ligermodels import generation
+from ligermodels.checkpoints_convert.hf import Checkpoint, check_names, open_checkpoint, save_checkpoint
+from ligermodels.checkpoints_convert.hub import download
+from ligermodels.config import Config, resolve_dtype
+from ligermodels.errors import LigerError
+from ligermodels.kernels.cross_entropy import cross_entropy
+from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+from ligermodels.layers.attention import Visibility, check_cu_seqlens, document_positions, visibility
+from ligermodels.layers.cache import KVCache
+from ligermodels.layers.memory import LEVELS
+from ligermodels.layers.rotary import RotaryEmbedding
+
+
+class CausalLMOutput(NamedTuple):
+    """``loss`` () fp32; ``logits`` (B, S, V) in the model's dtype; ``aux_loss`` of routers. Each may be None."""
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+
+
+class Context(NamedTuple):
+    """What a layer needs beside its input; the same for all layers of one forward."""
+
+    cos: torch.Tensor  # (B or 1, S, rotary_dim/2) fp32
+    sin: torch.Tensor
+    visible: Visibility
+    cache: KVCache | None
+
+
+class CausalLM(nn.Module):
+    """Base of every family.
+
+    A subclass sets ``config_class`` and builds ``lm_head`` and ``model`` (embed_tokens, layers, norm, rotary_emb).
+    """
+
+    config_class: ClassVar[type[Config]]
+    model: nn.ModuleDict
+    lm_head: nn.Linear
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.generation_config: dict[str, Any] = {}
+        self.activation_memory = "fast"
+        self._ids_checked = False
+
+    # ---------------------------------------------------------------------------------------------- loading, saving
+
+    @classmethod
+    def from_hub(
+        cls,
+        repo_id: str,
+        *,
+        revision: str | None = None,
+        token: str | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+    ) -> CausalLM:
+        """Download ``repo_id`` (only what is needed) into the hub cache and load it; see ``from_pretrained``.
+
+        Raises HubError if it cannot be fetched, with what to do about it.
+        """
+        folder = download(
+            repo_id, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+        )
+        return cls.from_pretrained(folder, dtype=dtype, device=device)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+    ) -> CausalLM:
+        """The model in a folder of Hugging Face layout, in evaluation mode.
+
+        ``dtype`` "auto" takes what config.json says, else that of the first tensor. Weights are cast while they are
+        read and go straight to ``device`` (default: torch's default device), so the host never holds them twice.
+
+        Raises ConfigError for a config that this family cannot be built from, CheckpointError for files that are
+        missing or broken and for tensors that are missing, surplus or misshapen.
+        """
+        folder = Path(folder)
+        config = cls.config_class.from_hf(folder)
+        weights = open_checkpoint(folder)
+        if dtype == "auto":
+            dtype = config.dtype or next(iter(weights.tensors.values())).dtype
+        dtype = resolve_dtype(dtype)
+        device = torch.get_default_device() if device is None else torch.device(device)
+        with torch.device("meta"):
+            model = cls(config)
+        if config.tie_word_embeddings and _tied_head_differs(weights):
+            warnings.warn(
+                f"{folder}: tie_word_embeddings is true but lm_head.weight differs from the embedding; both are loaded",
+                stacklevel=2,
+            )
+            config.tie_word_embeddings = False
+            with torch.device("meta"):
+                model = cls(config)
+        model._load(weights, dtype, device)
+        path = folder / "generation_config.json"
+        if path.is_file():
+            model.generation_config = json.loads(path.read_text(encoding="utf-8"))
+        return model.eval()
+
+    def _load(self, weights: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        """Fill this meta model. All names and shapes are checked before the first byte is allocated."""
+        expected = {name: tuple(p.shape) for name, p in self.named_parameters()}
+        tied = ("lm_head.weight",) if self.config.tie_word_embeddings else ()
+        check_names(weights, expected, optional=tied, model_type=self.config.model_type)
+        for name, tensor in weights.stream(expected, dtype=dtype, device=device):
+            module, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(module), leaf, nn.Parameter(tensor))
+        self.tie_weights()
+        for module in self.modules():
+            if isinstance(module, RotaryEmbedding):
+                module.to(device)
+
+    def save_pretrained(self, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
+        """Write a folder of Hugging Face layout (names, shards, index, config.json) that transformers and others load.
+
+        Tensors keep their dtype, and config.json says it. A tied head is written once, as the embedding.
+        """
+        tensors = {name: p.detach() for name, p in self.named_parameters()}  # each shared parameter once
+        config = self.config.to_hf()
+        config["dtype"] = config["torch_dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        extra = {"generation_config.json": self.generation_config} if self.generation_config else {}
+        save_checkpoint(folder, tensors, config, max_shard_size=max_shard_size, extra_json=extra)
+
+    def tie_weights(self) -> None:
+        """Make the head and the embedding one parameter, if the config says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def init_weights(self) -> None:
+        """Random weights as published models start: normal(0, initializer_range), biases 0, padding row 0."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=self.config.initializer_range)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)
+        embedding = self.model.embed_tokens
+        if embedding.padding_idx is not None:
+            with torch.no_grad():
+                embedding.weight[embedding.padding_idx] = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
+
+    # ------------------------------------------------------------------------------------------------------ forward
+
+    def set_activation_memory(self, level: str) -> None:
+        """What is recomputed in backward: "none", "fast" (norms and gated products), "block" (all but block inputs).
+
+        "fast", the default, costs one memory-bound pass per norm and product; "block" costs a second forward.
+        """
+        if level not in LEVELS:
+            raise LigerError(f"activation memory level must be one of {', '.join(LEVELS)}, found {level!r}")
+        self.activation_memory = level
+        for module in self.model.layers.modules():
+            if hasattr(module, "recompute"):
+                module.recompute = level == "fast"
+
+    def run_layer(self, layer: nn.Module, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """One block, under activation checkpointing where that is asked for and a gradient is recorded."""
+        if self.activation_memory == "block" and torch.is_grad_enabled() and context.cache is None:
+            random = self.training and self.config.attention_dropout > 0
+            return checkpoint(layer, x, context, use_reentrant=False, preserve_rng_state=random)
+        return layer(x, context)
+
+    def prepare(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        cache: KVCache | None,
+    ) -> Context:
+        """Check the inputs of a forward and derive positions, rotary tables and visibility from them."""
+        self._check_ids(input_ids)
+        batch, length = input_ids.shape
+        past = cache.length if cache is not None else 0
+        device = input_ids.device
+        if cache is not None:
+            cache.check(batch, length)
+        if attention_mask is not None and attention_mask.shape != (batch, past + length):
+            raise LigerError(
+                f"attention_mask must be (batch, cached + new) = {(batch, past + length)}, "
+                f"found {tuple(attention_mask.shape)}"
+            )
+        if cu_seqlens is not None:
+            if attention_mask is not None or cache is not None:
+                raise LigerError("cu_seqlens packs whole documents: it goes with neither attention_mask nor cache")
+            check_cu_seqlens(cu_seqlens, batch, length)
+            cu_seqlens = cu_seqlens.to(device)
+        largest = past + length
+        if position_ids is not None:
+            largest = self._check_positions(position_ids, input_ids, attention_mask, cu_seqlens, cache)
+        elif cu_seqlens is not None:
+            position_ids = document_positions(cu_seqlens, batch, length)
+        else:
+            position_ids = torch.arange(past, past + length, device=device)[None]
+        cos, sin = self.model.rotary_emb(position_ids, largest)
+        visible = visibility(batch, length, past, device, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
+        return Context(cos, sin, visible, cache)
+
+    def output(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        logits_to_keep: int,
+        num_items_in_batch: int | torch.Tensor | None,
+    ) -> CausalLMOutput:
+        """Loss and logits from the last hidden states (B, S, H), by the rules of ``forward``."""
+        loss = None
+        if labels is not None:
+            loss = self.loss(hidden, labels, cu_seqlens, num_items_in_batch)
+        logits = None
+        if logits_to_keep or labels is None or not (self.training or torch.is_grad_enabled()):
+            logits = self.lm_head(hidden[:, -logits_to_keep:])  # -0 keeps all
+        return CausalLMOutput(loss, logits)
+
+    def loss(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        num_items_in_batch: int | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Next-token cross entropy, mean over supervised tokens, or their sum over ``num_items_in_batch``.
+
+        hidden (B, S, H), labels (B, S) with -100 ignored. The (tokens, vocabulary) logits are never built whole.
+        """
+        if labels.shape != hidden.shape[:2]:
+            raise LigerError(
+                f"labels must have the shape of input_ids {tuple(hidden.shape[:2])}, found {tuple(labels.shape)}"
+            )
+        target = shift_labels(labels, cu_seqlens)
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        if type(self.lm_head) is nn.Linear:
+            loss = linear_cross_entropy(hidden, self.lm_head.weight, target, reduction=reduction)
+        else:  # a wrapped head (LoRA): only the module knows its whole weight
+            loss = cross_entropy(self.lm_head(hidden), target, reduction=reduction)
+        if num_items_in_batch is None:
+            return loss
+        if isinstance(num_items_in_batch, torch.Tensor):
+            return loss / num_items_in_batch.to(loss.device).clamp(min=1)
+        return loss / max(num_items_in_batch, 1)
+
+    def _check_ids(self, input_ids: torch.Tensor) -> None:
+        if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.dtype not in (torch.int64, torch.int32):
+            raise LigerError(
+                "input_ids must be a non-empty (batch, length) tensor of int64 or int32, "
+                f"found {input_ids.dtype} of shape {tuple(input_ids.shape)}"
+            )
+        if input_ids.is_meta or torch.compiler.is_compiling():
+            return
+        # On a GPU reading the values would stall every step, so only the first batch is read: it finds the wrong
+        # tokenizer. A later bad id trips the assertion inside torch's own embedding.
+        if input_ids.device.type == "cpu" or not self._ids_checked:
+            if input_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+                return
+            low, high = (int(x) for x in torch.aminmax(input_ids))
+            if low < 0 or high >= self.config.vocab_size:
+                bad = low if low < 0 else high
+                raise LigerError(f"token id {bad} in input_ids is outside the vocabulary of {self.config.vocab_size}")
+            self._ids_checked = True
+
+    def _check_positions(
+        self,
+        position_ids: torch.Tensor,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        cache: KVCache | None,
+    ) -> int:
+        """The largest position + 1. Positions that start anew mean packed documents, and those need cu_seqlens."""
+        batch, length = input_ids.shape
+        if position_ids.shape not in ((batch, length), (1, length)):
+            raise LigerError(
+                f"position_ids must be {(batch, length)} or {(1, length)}, found {tuple(position_ids.shape)}"
+            )
+        if position_ids.device.type != "cpu" and not self.model.rotary_emb.depends_on_length:
+            return length  # not read: it would stall the GPU, and only these two scalings need it
+        if torch.compiler.is_compiling():
+            return length
+        if attention_mask is None and cu_seqlens is None and cache is None and bool((position_ids.diff() != 1).any()):
+            raise LigerError(
+                "position_ids do not rise by 1. If documents are packed in a row, give cu_seqlens: positions alone "
+                "would let one document attend to the one before; if the row is padded, give attention_mask"
+            )
+        if int(position_ids.min()) < 0:
+            raise LigerError(f"position_ids must not be negative, found {int(position_ids.min())}")
+        return int(position_ids.max()) + 1
+
+    # --------------------------------------------------------------------------------------------------- generation
+
+    def make_cache(self, batch_size: int, max_length: int) -> KVCache:
+        """Room for keys and values of ``max_length`` positions of ``batch_size`` rows, in the model's dtype."""
+        c, weight = self.config, self.model.embed_tokens.weight
+        return KVCache(
+            c.num_hidden_layers, batch_size, max_length, c.num_key_value_heads, c.head_dim,
+            dtype=weight.dtype, device=weight.device,
+        )  # fmt: skip
+
+    def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        """(B, S + new) ids: the prompts and what follows. Options as ``ligermodels.generation.generate``."""
+        return generation.generate(self, input_ids, **options)
+
+    def stream(self, input_ids: torch.Tensor, **options: Any) -> Iterator[torch.Tensor]:
+        """Yields the (B,) ids of each new position. Options as ``ligermodels.generation.stream``."""
+        return generation.stream(self, input_ids, **options)
+
+
+def shift_labels(labels: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    """(B, S): at each position the label of the next one; -100 at the end of a row and of a document."""
+    shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    if cu_seqlens is None:
+        return shifted
+    last = cu_seqlens[1:].to(labels.device, torch.long) - 1  # last position of each document, over B·S
+    return shifted.reshape(-1).index_fill(0, last.clamp(min=0), -100).view_as(labels)
+
+
+def _tied_head_differs(weights: Checkpoint) -> bool:
+    """Whether the file also holds a head, and it is not the embedding."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if head not in weights.tensors or embedding not in weights.tensors:
+        return False
+    if weights.tensors[head].shape != weights.tensors[embedding].shape:
+        return True
+    return not torch.equal(weights.read(head), weights.read(embedding))

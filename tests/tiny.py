@@ -1,0 +1,40 @@
+"""A tiny Llama that catches layout mistakes, and the same model in transformers."""
+
+from __future__ import annotations
+
+import torch
+
+# A·D ≠ H, several layers, sequences longer than max_position_embeddings: the shape of facts/architectures.md §2.9.
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "torch_dtype": "float32",
+}
+
+
+def scaled_hf_llama(config: dict, seed: int = 0):
+    """transformers' model with weights that make faults visible: normal·0.25, norms around 1, biases not 0."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**config)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.25 + (1.0 if "norm" in name else 0.0))
+    return model
