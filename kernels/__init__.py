@@ -3,9 +3,21 @@
 CUDA tensors take the Triton kernels, everything else the references; names and semantics follow torch.nn.functional.
 """
 
+from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.glu import geglu, swiglu, swiglu_packed
+from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope
 
-__all__ = ["add_rms_norm", "geglu", "qk_norm_rope", "rms_norm", "rope", "swiglu", "swiglu_packed"]
+__all__ = [
+    "add_rms_norm",
+    "cross_entropy",
+    "geglu",
+    "linear_cross_entropy",
+    "qk_norm_rope",
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "swiglu_packed",
+]
