@@ -86,10 +86,10 @@ def _forward_kernel(
     tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
     y = x * rstd[:, None]
     if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + offset
+        weight = tl.load(weight_ptr + cols[None, :], mask=(cols < n_cols)[None, :], other=0.0)
         if ROUND:
             y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
-        y = y * weight[None, :]
+        y = y * (weight.to(tl.float32) + offset)
     tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -127,12 +127,20 @@ def _forward_long_kernel(
         tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _inside(rows, n_rows, col_mask, FULL: tl.constexpr):
+    if FULL:  # no masked columns: one predicate a row
+        return (rows < n_rows)[:, None]
+    else:
+        return (rows < n_rows)[:, None] & col_mask[None, :]
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _backward_kernel(
     dy_ptr, x_ptr, rstd_ptr, weight_ptr, dtotal_ptr, dx_ptr, partial_ptr,
     n_rows, n_cols, dy_row, dy_col, x_row, x_col, dtotal_row, dtotal_col, offset,
     HAS_WEIGHT: tl.constexpr, HAS_DTOTAL: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
-    PREFETCH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PREFETCH: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     step = tl.num_programs(0)
@@ -143,11 +151,11 @@ def _backward_kernel(
     dtotal_ptr += (cols.to(tl.int64) * dtotal_col)[None, :]
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0)
+        weight = tl.load(weight_ptr + cols[None, :], mask=col_mask[None, :], other=0.0)
 
     rows = pid.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    mask = (rows < n_rows)[:, None] & col_mask[None, :]
     if PREFETCH:  # the next rows are on their way while these are computed
+        mask = _inside(rows, n_rows, col_mask, FULL)
         dy = tl.load(dy_ptr + rows[:, None] * dy_row, mask=mask, other=0.0)
         x = tl.load(x_ptr + rows[:, None] * x_row, mask=mask, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
@@ -155,8 +163,9 @@ def _backward_kernel(
             dtotal = tl.load(dtotal_ptr + rows[:, None] * dtotal_row, mask=mask, other=0.0)
     for _ in range(pid, tl.cdiv(n_rows, ROWS), step):
         next_rows = rows + step * ROWS
-        next_mask = (next_rows < n_rows)[:, None] & col_mask[None, :]
+        mask = _inside(rows, n_rows, col_mask, FULL)
         if PREFETCH:
+            next_mask = _inside(next_rows, n_rows, col_mask, FULL)
             next_dy = tl.load(dy_ptr + next_rows[:, None] * dy_row, mask=next_mask, other=0.0)
             next_x = tl.load(x_ptr + next_rows[:, None] * x_row, mask=next_mask, other=0.0)
             next_rstd = tl.load(rstd_ptr + next_rows, mask=next_rows < n_rows, other=0.0)
@@ -174,14 +183,13 @@ def _backward_kernel(
             dweight += grad * normed
         if NEED_DX:
             if HAS_WEIGHT:
-                grad *= (weight.to(tl.float32) + offset)[None, :]
+                grad *= weight.to(tl.float32) + offset
             projection = tl.sum(grad * normed, axis=1) / n_cols
             dx = (grad - normed * projection[:, None]) * rstd[:, None]
             if HAS_DTOTAL:
                 dx += dtotal.to(tl.float32)
             tl.store(dx_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         rows = next_rows
-        mask = next_mask
         if PREFETCH:
             dy = next_dy
             x = next_x
@@ -294,11 +302,12 @@ def _launch_forward(x, residual, weight, eps, offset, llama):
 def _backward_shape(block: int) -> tuple[int, int, int]:
     """(rows a tile, warps, programs a multiprocessor) of the backward kernel for rows of ``block`` elements.
 
-    16 elements a thread: with the tile in flight, the tile at hand and the partial sums that is about 90 registers.
+    A thread holds 16 elements and up to 128 registers, so 16 warps are resident at once. More programs than that would
+    only start when the others have ended.
     """
     rows = _tile(block, 2048)
     warps = min(max(rows * block // 512, 1), 32)
-    return rows, warps, max(1, 20 // warps)
+    return rows, warps, max(1, 16 // warps)
 
 
 def _rms_norm_backward(
@@ -340,7 +349,8 @@ def _rms_norm_backward(
             _backward_kernel[(programs,)](
                 dy, x, rstd, weight_or_x, dtotal_rows, dx, partial, n_rows, n_cols,
                 *dy.stride(), *x.stride(), *dtotal_rows.stride(), offset, **flags, NEED_DX=need_dx, NEED_DW=need_dw,
-                PREFETCH=warps <= 16, ROWS=rows, BLOCK=block, num_warps=warps,
+                PREFETCH=warps <= 16 and x.element_size() == 2, FULL=block == n_cols, ROWS=rows, BLOCK=block,
+                num_warps=warps,
             )  # fmt: skip
         dw = sum_rows(partial, weight.dtype) if need_dw else dx.new_empty(0)
     return dx, dw
