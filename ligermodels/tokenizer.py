@@ -69,7 +69,6 @@ class Tokenizer:
         self._folder = folder
         self._environment = _template_environment()
         self._compiled: dict[str, jinja2.Template] = {}
-        self._backend_without_limits()
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Tokenizer:
@@ -86,6 +85,9 @@ class Tokenizer:
             raise LigerError(
                 f"{path}: not a tokenizer.json that tokenizers {tokenizers.__version__} reads{hint}: {error}"
             ) from error
+        # Some files carry the truncation or padding of their training run; a text must stay whole.
+        backend.no_truncation()
+        backend.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # written before transformers 4.34: the map completes the config
             config = {**config, **_read_json(folder / "special_tokens_map.json")}
@@ -205,6 +207,8 @@ class Tokenizer:
 
     @chat_template.setter
     def chat_template(self, template: str) -> None:
+        if not isinstance(template, str):
+            raise LigerError(f"chat_template: expected Jinja source as a str, got {type(template).__name__}")
         self.chat_templates["default"] = template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -310,11 +314,6 @@ class Tokenizer:
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)
-
-    def _backend_without_limits(self) -> None:
-        # Some tokenizer.json files carry the truncation or padding of their training run; a text must stay whole.
-        self.backend.no_truncation()
-        self.backend.no_padding()
 
 
 class StreamDecoder:
