@@ -1,0 +1,76 @@
+"""What is installed, and what an import does."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    """The wheel of a copy of the checkout (building leaves files beside the sources)."""
+    pytest.importorskip("setuptools")
+    source, target = tmp_path_factory.mktemp("source") / "project", tmp_path_factory.mktemp("wheel")
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, source)
+    for name in ("ligermodels", "kernels", "checkpoints_convert"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    build = (
+        "import os, sys; from setuptools import build_meta; os.chdir(sys.argv[1]); build_meta.build_wheel(sys.argv[2])"
+    )
+    subprocess.run([sys.executable, "-c", build, source, target], check=True, capture_output=True, text=True)
+    return zipfile.ZipFile(next(target.glob("*.whl")))
+
+
+def test_the_wheel_holds_one_package_and_not_the_name_kernels(wheel):
+    top = {name.split("/")[0] for name in wheel.namelist()}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"ligermodels"}
+
+
+def test_the_wheel_holds_every_module_of_the_checkout(wheel):
+    modules = {
+        prefix + str(path.relative_to(ROOT / folder))
+        for folder, prefix in {
+            "ligermodels": "ligermodels/",
+            "kernels": "ligermodels/kernels/",
+            "checkpoints_convert": "ligermodels/checkpoints_convert/",
+        }.items()
+        for path in (ROOT / folder).rglob("*.py")
+        if "__pycache__" not in path.parts
+    }
+    assert {"ligermodels/kernels/_dispatch.py", "ligermodels/checkpoints_convert/hf.py"} <= modules
+    assert {name for name in wheel.namelist() if name.endswith(".py")} == modules
+
+
+def test_the_checkout_finds_both_packages_through_links():
+    assert os.readlink(ROOT / "ligermodels" / "kernels") == "../kernels"
+    assert os.readlink(ROOT / "ligermodels" / "checkpoints_convert") == "../checkpoints_convert"
+
+
+IMPORT = """
+import sys, time
+import torch
+torch_alone = time.process_time()
+import ligermodels
+heavy = sorted({"transformers", "gguf", "matplotlib", "kernels", "huggingface_hub"} & set(sys.modules))
+print(time.process_time(), torch_alone, torch.cuda.is_initialized(), heavy)
+"""
+
+
+def test_import_from_a_bare_checkout_is_quick_and_light():
+    """Not installed, and no variable set but the path. Processor time, as the machine may be busy; where torch alone
+    takes most of the three seconds, ours may add one."""
+    environment = {"PYTHONPATH": ".", "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-c", IMPORT]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=environment).stdout
+    seconds, torch_alone, initialised, heavy = output.split(maxsplit=3)
+    assert (initialised, heavy.strip()) == ("False", "[]")
+    assert float(seconds) < max(3.0, float(torch_alone) + 1.0)
