@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ligermodels.checkpoints_convert.hf import CONFIG, INDEX, SINGLE, _content_hint, _listed, save_streamed
+from ligermodels.checkpoints_convert.gguf_file import GGUFTensor, read_gguf
+from ligermodels.checkpoints_convert.hf import CONFIG, INDEX, SINGLE, _listed, save_streamed
 from ligermodels.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from gguf import ReaderTensor
     from tokenizers import Tokenizer
 
 __all__ = ["convert_gguf"]
@@ -73,7 +73,7 @@ def convert_gguf(
     path, folder = Path(gguf_file), Path(folder)
     if not force and any((folder / name).exists() for name in (CONFIG, INDEX, SINGLE)):
         raise CheckpointError(f"{folder} already holds a model: choose another folder, or pass force (--force)")
-    metadata, entries = _read(path)
+    metadata, entries = read_gguf(path)
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
         raise CheckpointError(f"{path} is of architecture {architecture!r}: only 'llama' can be converted so far")
@@ -87,7 +87,7 @@ def convert_gguf(
         "tokenizer_config.json": _tokenizer_config(path, config, metadata),
     }
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    shapes = {name: torch.empty(_shape(entry), dtype=dtype, device="meta") for name, entry in sources.items()}
+    shapes = {name: torch.empty(entry.shape, dtype=dtype, device="meta") for name, entry in sources.items()}
 
     from tqdm import tqdm
 
@@ -106,51 +106,25 @@ def convert_gguf(
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise CheckpointError("reading GGUF files needs the package gguf: pip install 'ligermodels[gguf]'") from error
-    try:
-        with open(path, "rb") as file:
-            start = file.read(512)
-    except OSError as error:
-        raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
-    if not start.startswith(b"GGUF"):
-        raise CheckpointError(f"{path} is not a GGUF file" + (f": {_content_hint(start)}" * bool(_content_hint(start))))
-    try:
-        reader = GGUFReader(path)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-        entries = {entry.name: entry for entry in reader.tensors}
-    except Exception as error:  # the package checks little, so damage surfaces as any kind of error
-        raise CheckpointError(f"{path} is damaged or cut short (fetch it again): {error}") from error
-    return metadata, entries
-
-
-def _shape(entry: ReaderTensor) -> tuple[int, ...]:
-    return tuple(int(size) for size in reversed(entry.shape))  # GGUF counts the fastest dimension first
-
-
-def _load(path: Path, entry: ReaderTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantise one tensor. Reads the file itself: the reader's memory map would stay resident."""
+def _load(path: Path, entry: GGUFTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Dequantise one tensor, a slice of rows at a time (read, not mapped: mapped pages would count as memory)."""
     import numpy as np
     from gguf.quants import dequantize
 
-    shape = _shape(entry)
-    result = torch.empty(shape, dtype=dtype, device="cpu")
-    rows = result.view(-1, shape[-1])
-    row_bytes = int(entry.n_bytes) // len(rows)
-    step = max(1, _SLICE // shape[-1])
+    result = torch.empty(entry.shape, dtype=dtype, device="cpu")
+    rows = result.view(-1, entry.shape[-1])
+    row_bytes = entry.nbytes // len(rows)
+    step = max(1, _SLICE // entry.shape[-1])
     for begin in range(0, len(rows), step):
         part = rows[begin : begin + step]
-        count, offset = len(part) * row_bytes, int(entry.data_offset) + begin * row_bytes
-        raw = np.fromfile(path, dtype=np.uint8, count=count, offset=offset)
+        count = len(part) * row_bytes
+        raw = np.fromfile(path, dtype=np.uint8, count=count, offset=entry.start + begin * row_bytes)
         if len(raw) < count:
-            raise CheckpointError(f"{path} is cut short: it ends within tensor {entry.name} (fetch it again)")
+            raise CheckpointError(f"{path} ended within tensor {entry.name}: did it change?")
         try:
-            values = dequantize(raw.view(entry.data.dtype).reshape(len(part), -1), entry.tensor_type)
+            values = dequantize(raw.reshape(len(part), -1), entry.kind)
         except NotImplementedError as error:
-            kind = entry.tensor_type.name
+            kind = entry.kind.name
             raise CheckpointError(f"{path}: tensor {entry.name} is {kind}, which gguf cannot dequantise") from error
         part.copy_(torch.from_numpy(values))
     return result
@@ -162,7 +136,7 @@ def _deinterleave(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
-def _sources(path: Path, config: dict, entries: dict[str, ReaderTensor]) -> dict[str, ReaderTensor]:
+def _sources(path: Path, config: dict, entries: dict[str, GGUFTensor]) -> dict[str, GGUFTensor]:
     """Hugging Face name → GGUF tensor, complete and of the right shapes."""
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     q = config["num_attention_heads"] * config["head_dim"]
@@ -197,8 +171,8 @@ def _sources(path: Path, config: dict, entries: dict[str, ReaderTensor]) -> dict
     if missing:
         raise CheckpointError(f"{path} lacks the tensors {_listed(missing)}")
     for name, shape in expected.items():
-        if _shape(entries[name]) != shape:
-            raise CheckpointError(f"{path}: tensor {name} is {list(_shape(entries[name]))}, expected {list(shape)}")
+        if entries[name].shape != shape:
+            raise CheckpointError(f"{path}: tensor {name} is {list(entries[name].shape)}, expected {list(shape)}")
     return {names[name]: entries[name] for name in expected}
 
 
@@ -218,7 +192,7 @@ def _need(path: Path, metadata: dict, key: str) -> Any:
     return metadata[key]
 
 
-def _config(path: Path, metadata: dict, entries: dict[str, ReaderTensor], dtype: torch.dtype) -> dict:
+def _config(path: Path, metadata: dict, entries: dict[str, GGUFTensor], dtype: torch.dtype) -> dict:
     def need(key: str) -> Any:
         value = _need(path, metadata, f"llama.{key}")
         if isinstance(value, list):
@@ -252,7 +226,7 @@ def _config(path: Path, metadata: dict, entries: dict[str, ReaderTensor], dtype:
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": need("context_length"),
-        "vocab_size": _shape(entries["token_embd.weight"])[0],
+        "vocab_size": entries["token_embd.weight"].shape[0],
         "rms_norm_eps": _decimal(need("attention.layer_norm_rms_epsilon")),
         "rope_theta": _decimal(metadata.get("llama.rope.freq_base", 10000.0)),
         "rope_scaling": _rope_scaling(path, metadata, entries, head_dim),
@@ -267,13 +241,13 @@ def _config(path: Path, metadata: dict, entries: dict[str, ReaderTensor], dtype:
     return config | {name: metadata.get(f"tokenizer.ggml.{key}") for name, key in ids.items()}
 
 
-def _rope_scaling(path: Path, metadata: dict, entries: dict[str, ReaderTensor], head_dim: int) -> dict | None:
+def _rope_scaling(path: Path, metadata: dict, entries: dict[str, GGUFTensor], head_dim: int) -> dict | None:
     kind = metadata.get("llama.rope.scaling.type", "none")
     factor = metadata.get("llama.rope.scaling.factor", metadata.get("llama.rope.scale_linear"))
     if "rope_freqs.weight" in entries:
         return _llama3_scaling(path, metadata, entries, head_dim)
     if kind == "linear" or (kind == "none" and factor not in (None, 1.0)):
-        return {"rope_type": "linear", "factor": _decimal(_need(path, {"": factor} if factor else {}, ""))}
+        return {"rope_type": "linear", "factor": _decimal(factor or _need(path, {}, "llama.rope.scaling.factor"))}
     if kind == "yarn":
         original = _need(path, metadata, "llama.rope.scaling.original_context_length")
         factor = _decimal(_need(path, metadata, "llama.rope.scaling.factor"))
@@ -283,7 +257,7 @@ def _rope_scaling(path: Path, metadata: dict, entries: dict[str, ReaderTensor], 
     return None
 
 
-def _llama3_scaling(path: Path, metadata: dict, entries: dict[str, ReaderTensor], head_dim: int) -> dict:
+def _llama3_scaling(path: Path, metadata: dict, entries: dict[str, GGUFTensor], head_dim: int) -> dict:
     """Llama 3.1's scaling is stored as its result, one divisor per frequency. Find the constants that give it."""
     found = _load(path, entries["rope_freqs.weight"], torch.float32).double()
     theta = metadata.get("llama.rope.freq_base", 10000.0)
