@@ -52,6 +52,7 @@ _LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 _SPLITS: dict[str, str | None] = {name: _WORDS % "{1,3}" for name in _LLAMA3}
 _SPLITS |= {"qwen2": _WORDS % "", "gpt-2": None, "gpt2": None, "smollm": None}  # None: GPT-2's rule, built in
 
+_NOTHING = GGUFTensor("", None, (), 0, 0)
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
 
 
@@ -186,50 +187,70 @@ def _decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _need(path: Path, metadata: dict, key: str) -> Any:
+def _need(path: Path, metadata: dict, key: str, kind: type = object) -> Any:
     if key not in metadata:
         raise CheckpointError(f"{path} lacks the key {key}")
-    return metadata[key]
+    value = metadata[key]
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise CheckpointError(f"{path}: {key} is {str(value)[:80]!r}, expected {kind.__name__}")
+    return value
+
+
+def _positive(path: Path, metadata: dict, key: str, kind: type = int) -> Any:
+    value = _need(path, metadata, key, kind)
+    if not 0 < value < math.inf:
+        raise CheckpointError(f"{path}: {key} is {value}, expected a positive number")
+    return value
+
+
+def _list(path: Path, metadata: dict, key: str, kind: type, length: int | None = None) -> list:
+    values = _need(path, metadata, key, list)
+    if not all(isinstance(value, kind) for value in values) or length not in (None, len(values)):
+        many = "" if length is None else f"{length} "
+        raise CheckpointError(f"{path}: {key} must list {many}values of type {kind.__name__}, found {len(values)}")
+    return values
 
 
 def _config(path: Path, metadata: dict, entries: dict[str, GGUFTensor], dtype: torch.dtype) -> dict:
-    def need(key: str) -> Any:
-        value = _need(path, metadata, f"llama.{key}")
-        if isinstance(value, list):
-            if len(set(value)) != 1:
-                raise CheckpointError(
-                    f"{path}: llama.{key} differs by layer ({value[:8]}), a Llama model has one value"
-                )
-            return value[0]
-        return value
+    def size(key: str, default: int | None = None) -> int:
+        key = f"llama.{key}"
+        value = metadata.get(key, default)
+        if isinstance(value, list) and len(set(map(str, value))) == 1:  # one value for each layer
+            value = value[0]
+        return _positive(path, {} if value is None else {key: value}, key)
 
     if metadata.get("llama.expert_count", 0):
         raise CheckpointError(f"{path} is a mixture of experts (llama.expert_count): not converted so far")
-    if "token_embd.weight" not in entries:
-        raise CheckpointError(f"{path} lacks the tensor token_embd.weight")
-    hidden, heads = need("embedding_length"), need("attention.head_count")
-    kv_heads = need("attention.head_count_kv") if "llama.attention.head_count_kv" in metadata else heads
-    rotary = metadata.get("llama.rope.dimension_count")
-    head_dim = metadata.get("llama.attention.key_length", rotary or hidden // heads)
-    if head_dim != metadata.get("llama.attention.value_length", head_dim) or head_dim != (rotary or head_dim):
+    if len(entries.get("token_embd.weight", _NOTHING).shape) != 2:
+        raise CheckpointError(f"{path} lacks the tensor token_embd.weight (vocabulary, hidden size)")
+    hidden, heads = size("embedding_length"), size("attention.head_count")
+    head_dim = size("attention.key_length", size("rope.dimension_count", max(1, hidden // heads)))
+    rotary = size("rope.dimension_count", head_dim)
+    value_dim = size("attention.value_length", head_dim)
+    if not head_dim == value_dim == rotary or head_dim % 2:
         raise CheckpointError(
-            f"{path}: a Llama model needs equal llama.attention.key_length ({head_dim}), .value_length "
-            f"({metadata.get('llama.attention.value_length')}) and llama.rope.dimension_count ({rotary})"
+            f"{path}: a Llama model needs one even llama.attention.key_length ({head_dim}), "
+            f".value_length ({value_dim}) and llama.rope.dimension_count ({rotary})"
         )
+    layers = size("block_count")
+    if layers > len(entries):
+        raise CheckpointError(f"{path}: llama.block_count is {layers}, but the file has {len(entries)} tensors")
+    theta = _positive(path, {"llama.rope.freq_base": 10000.0} | metadata, "llama.rope.freq_base", float)
+    eps = _positive(path, metadata, "llama.attention.layer_norm_rms_epsilon", float)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": hidden,
-        "intermediate_size": need("feed_forward_length"),
-        "num_hidden_layers": need("block_count"),
+        "intermediate_size": size("feed_forward_length"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": size("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": need("context_length"),
+        "max_position_embeddings": size("context_length"),
         "vocab_size": entries["token_embd.weight"].shape[0],
-        "rms_norm_eps": _decimal(need("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _decimal(metadata.get("llama.rope.freq_base", 10000.0)),
-        "rope_scaling": _rope_scaling(path, metadata, entries, head_dim),
+        "rms_norm_eps": _decimal(eps),
+        "rope_theta": _decimal(theta),
+        "rope_scaling": _rope_scaling(path, metadata, entries, head_dim, theta),
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in entries,
         "mlp_bias": "blk.0.ffn_gate.bias" in entries,
@@ -241,31 +262,36 @@ def _config(path: Path, metadata: dict, entries: dict[str, GGUFTensor], dtype: t
     return config | {name: metadata.get(f"tokenizer.ggml.{key}") for name, key in ids.items()}
 
 
-def _rope_scaling(path: Path, metadata: dict, entries: dict[str, GGUFTensor], head_dim: int) -> dict | None:
-    kind = metadata.get("llama.rope.scaling.type", "none")
-    factor = metadata.get("llama.rope.scaling.factor", metadata.get("llama.rope.scale_linear"))
+def _rope_scaling(
+    path: Path, metadata: dict, entries: dict[str, GGUFTensor], head_dim: int, theta: float
+) -> dict | None:
     if "rope_freqs.weight" in entries:
-        return _llama3_scaling(path, metadata, entries, head_dim)
-    if kind == "linear" or (kind == "none" and factor not in (None, 1.0)):
-        return {"rope_type": "linear", "factor": _decimal(factor or _need(path, {}, "llama.rope.scaling.factor"))}
+        return _llama3_scaling(path, entries["rope_freqs.weight"], head_dim, theta)
+    prefix = "llama.rope.scaling."
+    kind = metadata.get(prefix + "type", "none")
+    if kind == "none" and "llama.rope.scale_linear" in metadata:  # the spelling of old files
+        return {"rope_type": "linear", "factor": _decimal(_positive(path, metadata, "llama.rope.scale_linear", float))}
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise CheckpointError(f"{path}: unknown {prefix}type {kind!r}: 'none', 'linear' and 'yarn' can be converted")
+    scaling = {"rope_type": kind, "factor": _decimal(_positive(path, metadata, prefix + "factor", float))}
     if kind == "yarn":
-        original = _need(path, metadata, "llama.rope.scaling.original_context_length")
-        factor = _decimal(_need(path, metadata, "llama.rope.scaling.factor"))
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    if kind != "none":
-        raise CheckpointError(f"{path}: unknown llama.rope.scaling.type {kind!r}")
-    return None
+        original = _positive(path, metadata, prefix + "original_context_length")
+        scaling["original_max_position_embeddings"] = original
+    return scaling
 
 
-def _llama3_scaling(path: Path, metadata: dict, entries: dict[str, GGUFTensor], head_dim: int) -> dict:
+def _llama3_scaling(path: Path, entry: GGUFTensor, head_dim: int, theta: float) -> dict:
     """Llama 3.1's scaling is stored as its result, one divisor per frequency. Find the constants that give it."""
-    found = _load(path, entries["rope_freqs.weight"], torch.float32).double()
-    theta = metadata.get("llama.rope.freq_base", 10000.0)
+    if entry.shape != (head_dim // 2,):
+        raise CheckpointError(f"{path}: tensor {entry.name} is {list(entry.shape)}, expected {[head_dim // 2]}")
+    found = _load(path, entry, torch.float32).double()
     factor, low, high, original = found.max().item(), 1.0, 4.0, 8192
     wavelength = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
     expected = 1 / (smooth + (1 - smooth) / factor)
-    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-4):
+    if not torch.allclose(found, expected, rtol=1e-4):
         raise CheckpointError(
             f"{path}: rope_freqs.weight is not what Llama 3's scaling gives (low 1, high 4, original length 8192)"
         )
@@ -305,7 +331,7 @@ def _token(path: Path, metadata: dict, key: str) -> str | None:
     if number is None:
         return None
     tokens = metadata["tokenizer.ggml.tokens"]
-    if not 0 <= number < len(tokens):
+    if type(number) is not int or not 0 <= number < len(tokens):
         raise CheckpointError(f"{path}: tokenizer.ggml.{key} is {number}, but there are {len(tokens)} tokens")
     return tokens[number]
 
@@ -333,15 +359,22 @@ def _tokenizer(path: Path, metadata: dict) -> dict:
     from tokenizers import AddedToken, processors
 
     kind = _need(path, metadata, "tokenizer.ggml.model")
-    tokens = _need(path, metadata, "tokenizer.ggml.tokens")
-    kinds = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    tokens = _list(path, metadata, "tokenizer.ggml.tokens", str)
+    kinds = [_NORMAL] * len(tokens)
+    if "tokenizer.ggml.token_type" in metadata:
+        kinds = _list(path, metadata, "tokenizer.ggml.token_type", int, len(tokens))
     vocab = {token: number for number, token in enumerate(tokens)}
-    if kind == "gpt2":
-        tokenizer = _byte_level(path, metadata, vocab)
-    elif kind == "llama":
-        tokenizer = _sentencepiece(path, metadata, vocab, kinds)
-    else:
+    if kind not in ("gpt2", "llama"):
         raise CheckpointError(f"{path}: unknown tokenizer.ggml.model {kind!r}: 'gpt2' and 'llama' can be converted")
+    try:
+        if kind == "gpt2":
+            tokenizer = _byte_level(path, metadata, vocab)
+        else:
+            tokenizer = _sentencepiece(path, metadata, vocab, kinds)
+    except CheckpointError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exceptions for merges that do not fit the vocabulary
+        raise CheckpointError(f"{path} holds an inconsistent tokenizer: {error}") from error
 
     for special, wanted in ((True, _CONTROL), (False, _USER_DEFINED)):
         added = [
@@ -369,7 +402,7 @@ def _byte_level(path: Path, metadata: dict, vocab: dict[str, int]) -> Tokenizer:
     rule = _need(path, metadata, "tokenizer.ggml.pre")
     if rule not in _SPLITS:
         raise CheckpointError(f"{path}: unknown tokenizer.ggml.pre {rule!r}: known are {', '.join(_SPLITS)}")
-    merges = [tuple(merge.split(" ")) for merge in _need(path, metadata, "tokenizer.ggml.merges")]
+    merges = [tuple(merge.split(" ")) for merge in _list(path, metadata, "tokenizer.ggml.merges", str)]
     # Llama 3 takes a word that is in the vocabulary whole, whether or not merges lead to it.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rule in _LLAMA3))
     pattern = _SPLITS[rule]
@@ -387,7 +420,7 @@ def _sentencepiece(path: Path, metadata: dict, vocab: dict[str, int], kinds: lis
     """SentencePiece's BPE joins the neighbours whose union scores best: as merges, every split by falling score."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = _need(path, metadata, "tokenizer.ggml.scores")
+    scores = _list(path, metadata, "tokenizer.ggml.scores", float, len(kinds))
     merges = [
         (-scores[number], number, vocab[token[:cut]], token[:cut], token[cut:])
         for token, number in vocab.items()

@@ -121,8 +121,11 @@ class _Cursor:
         (length,) = self.numbers("Q")
         self.claim(length, 1)
         self.position += length
-        # Some vocabularies hold pieces of characters; a lone byte then stays distinct from every text.
-        return self.content[self.position - length : self.position].decode("utf-8", errors="surrogateescape")
+        raw = self.content[self.position - length : self.position]
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self.path} is damaged: {raw[:40]!r} in its metadata is not UTF-8") from error
 
     def value(self, kind: int, depth: int = 0) -> Any:
         if kind in _SCALARS:

@@ -50,7 +50,7 @@ def write_gguf(
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(A)
     writer.add_head_count_kv(K)
-    writer.add_rope_freq_base(5e5)
+    writer.add_rope_freq_base(tokenizer.pop("theta", 5e5))
     writer.add_layer_norm_rms_eps(1e-5)
     for key, value in keys:
         writer.add_string(key, value) if isinstance(value, str) else writer.add_float32(key, value)
@@ -99,16 +99,36 @@ def test_rows_of_q_and_k_are_put_back_under_grouped_queries(tmp_path, tied):
     assert (config["rope_theta"], config["rms_norm_eps"], config["torch_dtype"]) == (5e5, 1e-5, "float32")
 
 
+def divisors(head_dim: int, theta: float, factor: float, original: int) -> np.ndarray:
+    """What llama.cpp's converter stores for Llama 3.1: by how much each frequency is divided, branch by branch."""
+    result = []
+    for j in range(head_dim // 2):
+        wavelength = 2 * np.pi * theta ** (2 * j / head_dim)
+        if wavelength < original / 4:
+            result.append(1.0)
+        elif wavelength > original / 1:
+            result.append(factor)
+        else:
+            smooth = (original / wavelength - 1) / (4 - 1)
+            result.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(result, dtype=np.float32)
+
+
 def test_llama3_scaling_is_recovered_from_its_divisors(tmp_path):
-    """Llama 3.1 files carry no scaling keys, only one divisor per frequency: factor 8 for the slow half here."""
-    made = weights(True, len(BPE_TOKENS))
-    made["rope_freqs.weight"] = np.array([1.0, 1.0], dtype=np.float32)
-    wavelength = 2 * np.pi * 5e5 ** (np.arange(0, D, 2) / D)  # 6.3 and 4443: the second is between 8192/4 and 8192
-    smooth = (8192 / wavelength[1] - 1) / 3
-    made["rope_freqs.weight"][1] = 1 / (smooth + (1 - smooth) / 8)
-    file = write_gguf(tmp_path / "tiny.gguf", made, tokens=BPE_TOKENS)
-    with pytest.raises(CheckpointError, match="rope_freqs"):  # two frequencies do not show the factor: say so
-        convert_gguf(file, tmp_path / "out")
+    """Such files carry no scaling keys."""
+    made = weights(True, len(BPE_TOKENS)) | {"rope_freqs.weight": divisors(D, 5e8, 32.0, 8192)}
+    file = write_gguf(tmp_path / "tiny.gguf", made, tokens=BPE_TOKENS, theta=5e8)
+    assert read_config(convert_gguf(file, tmp_path / "out"))["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    made["rope_freqs.weight"] = np.array([1.5, 32.0], dtype=np.float32)
+    file = write_gguf(tmp_path / "other.gguf", made, tokens=BPE_TOKENS, theta=5e8)
+    with pytest.raises(CheckpointError, match="rope_freqs"):
+        convert_gguf(file, tmp_path / "other")
 
 
 def test_linear_scaling(tmp_path):
@@ -292,3 +312,23 @@ def test_damaged_files(tmp_path):
             convert_gguf(broken, tmp_path / "out")
     with pytest.raises(CheckpointError, match="nowhere"):
         convert_gguf(tmp_path / "nowhere.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_damage_never_ends_in_another_error(tmp_path, seed):
+    """Bytes of the metadata overwritten, files cut: converted, or refused by name."""
+    random = np.random.default_rng(seed)
+    file = write_gguf(tmp_path / "tiny.gguf", weights(True, len(BPE_TOKENS)), tokens=BPE_TOKENS, ids={"bos": 1})
+    content = np.frombuffer(file.read_bytes(), np.uint8)
+    refused = 0
+    for _ in range(60):
+        damaged = content[: random.integers(len(content)) if random.random() < 0.2 else None].copy()
+        positions = random.integers(min(7500, len(damaged)), size=random.integers(1, 4)) if len(damaged) else []
+        damaged[positions] = random.choice([0, 1, 8, 9, 255, random.integers(256)])
+        (tmp_path / "damaged.gguf").write_bytes(damaged.tobytes())
+        try:
+            convert_gguf(tmp_path / "damaged.gguf", tmp_path / "out", force=True)
+        except CheckpointError as error:
+            refused += 1
+            assert "damaged.gguf" in str(error)
+    assert refused > 20
