@@ -45,7 +45,10 @@ def register(
     setup_context: Callable | None = None,
     backward: Callable | None = None,
 ) -> Callable:
-    """Define ``ligermodels::<schema>`` and return the callable operator.
+    """Define ``ligermodels::<schema>`` and return a callable of its arguments.
+
+    Under torch.compile and under dispatch modes (fake tensors, counters) the call goes through the operator, otherwise
+    straight to ``implementation``, inside an autograd.Function if a gradient may be recorded.
 
     ``fake`` gives outputs of the right shape, dtype and device without computing (torch.compile, meta tensors).
     With ``backward``, gradients follow ``ctx.needs_input_grad``; both get torch.library.register_autograd's arguments.
@@ -56,7 +59,28 @@ def register(
         _LIBRARY.impl(name, implementation, key)
     torch.library.register_fake(f"ligermodels::{name}", fake, lib=_LIBRARY)
     if backward is not None:
-        torch.library.register_autograd(
-            f"ligermodels::{name}", backward, setup_context=setup_context, lib=_LIBRARY
-        )
-    return getattr(torch.ops.ligermodels, name).default
+        torch.library.register_autograd(f"ligermodels::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+    operator = getattr(torch.ops.ligermodels, name).default
+
+    class Eager(torch.autograd.Function):
+        """The same formula without the dispatcher, whose Python hooks cost more time than a small kernel."""
+
+        @staticmethod
+        def forward(ctx, *args):
+            output = implementation(*args)
+            if setup_context is not None:
+                setup_context(ctx, args, output)
+            return output
+
+    Eager.__name__ = Eager.__qualname__ = f"ligermodels_{name}"
+    if backward is not None:
+        Eager.backward = staticmethod(backward)
+
+    def call(*args):
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            return operator(*args)
+        if backward is None or not torch.is_grad_enabled():
+            return implementation(*args)
+        return Eager.apply(*args)
+
+    return call
