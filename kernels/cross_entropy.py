@@ -22,7 +22,7 @@ import torch
 
 from ligermodels.errors import LigerError
 from ligermodels.kernels._dispatch import INTERPRETED, register, tl, triton, use_triton
-from ligermodels.kernels._launch import on_device_of, power_of_two
+from ligermodels.kernels._launch import multiprocessors, no_second_derivative, on_device_of, power_of_two
 
 __all__ = ["cross_entropy"]
 
@@ -306,31 +306,38 @@ def _backward_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@triton.jit(do_not_specialize=["ignore_index", "rows"])
 def _fused_kernel(
-    logits, row_stride, width, target, weight, ce, zs, weight_sum, loss, upstream, upstream_stride,
+    logits, row_stride, rows, width, target, weight, ce, zs, weight_sum, loss, upstream, upstream_stride,
     ignore_index, smoothing, z_loss, softcap,
     BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHT: tl.constexpr, UPSTREAM: tl.constexpr,
 ):  # fmt: skip
-    """Loss of one whole row, whose logits (a buffer of ours) become their gradient; the second read hits the L2."""
-    index = tl.program_id(0).to(tl.int64)
-    row = logits + index * row_stride
-    t, valid, known, w_t = _label(target, index, weight, ignore_index, width, WEIGHT)
-    z_t, _ = _capped(tl.load(row + t, mask=valid & known, other=0.0).to(tl.float32), softcap, SOFTCAP)
-    m, s, dot, _ = _statistics(row, 1, width, weight, softcap, BLOCK, True, SOFTCAP, SMOOTH, WEIGHT, False)
-    ce_scale = tl.load(ce)
-    z_scale = tl.load(zs)
-    if UPSTREAM:
-        g = tl.load(upstream + index * upstream_stride).to(tl.float32)
-        ce_scale *= g
-        z_scale *= g
+    """Loss of whole rows, whose logits (a buffer of ours) become their gradient.
+
+    Few programs run through many rows, so that the rows in flight fit the L2 cache, which serves the second read.
+    """
+    ce_all = tl.load(ce)
+    z_all = tl.load(zs)
     total = tl.load(weight_sum)
-    value = _row_loss(m, s, dot, z_t, w_t, valid, known, ce_scale, z_scale, total, smoothing, z_loss, width)
-    tl.store(loss + index, value)
-    _gradient(
-        row, 1, row, width, weight, softcap, m, s, t, w_t, valid, known, ce_scale, z_scale, total,
-        smoothing, z_loss, width, 0, BLOCK, True, SOFTCAP, SMOOTH, WEIGHT,
-    )  # fmt: skip
+    own = tl.program_id(0).to(tl.int64)
+    for earlier in range(0, rows - tl.program_id(0), tl.num_programs(0)):
+        index = own + earlier
+        row = logits + index * row_stride
+        t, valid, known, w_t = _label(target, index, weight, ignore_index, width, WEIGHT)
+        z_t, _ = _capped(tl.load(row + t, mask=valid & known, other=0.0).to(tl.float32), softcap, SOFTCAP)
+        m, s, dot, _ = _statistics(row, 1, width, weight, softcap, BLOCK, True, SOFTCAP, SMOOTH, WEIGHT, False)
+        ce_scale = ce_all
+        z_scale = z_all
+        if UPSTREAM:
+            g = tl.load(upstream + index * upstream_stride).to(tl.float32)
+            ce_scale *= g
+            z_scale *= g
+        value = _row_loss(m, s, dot, z_t, w_t, valid, known, ce_scale, z_scale, total, smoothing, z_loss, width)
+        tl.store(loss + index, value)
+        _gradient(
+            row, 1, row, width, weight, softcap, m, s, t, w_t, valid, known, ce_scale, z_scale, total,
+            smoothing, z_loss, width, 0, BLOCK, True, SOFTCAP, SMOOTH, WEIGHT,
+        )  # fmt: skip
 
 
 # --- The row steps: Triton, or the same in torch --------------------------------------------------------------------
@@ -340,6 +347,14 @@ def _launch(width: int) -> dict:
     """Block and warps for rows of ``width`` columns (small in the interpreter: its loops must loop)."""
     block = 64 if INTERPRETED else min(4096, max(256, power_of_two(width)))
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 512))}
+
+
+def fused_launch(rows: int, row_bytes: int, processors: int) -> tuple[int, dict]:
+    """Programs, and block and warps, of ``_fused_kernel``: as many rows at once as about 40 MB of L2 hold."""
+    each = 1 if INTERPRETED else max(1, min(4, 40 * 10**6 // (processors * row_bytes)))
+    warps = {1: 32, 2: 16}.get(each, 8)
+    block = 64 if INTERPRETED else min(512 * warps, max(256, power_of_two(row_bytes // 2)))
+    return min(rows, processors * each), {"BLOCK": block, "num_warps": max(1, min(warps, block // 512))}
 
 
 def _layout(logits: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
@@ -465,13 +480,14 @@ def row_fused(logits, target, weight, scales: Scales, terms: Terms, loss, upstre
     if n == 0:
         return
     if use_triton(logits):
+        programs, launch = fused_launch(n, width * logits.element_size(), multiprocessors(logits.device))
         with on_device_of(logits):
-            _fused_kernel[(n,)](
-                logits, logits.stride(0), width, target, loss if weight is None else weight, *scales, loss,
+            _fused_kernel[(programs,)](
+                logits, logits.stride(0), n, width, target, loss if weight is None else weight, *scales, loss,
                 loss if upstream is None else upstream, 0 if upstream is None else upstream.stride(0),
                 terms.ignore_index, terms.label_smoothing, terms.z_loss, terms.softcap,
                 SOFTCAP=terms.softcap != 0.0, SMOOTH=terms.label_smoothing != 0.0, WEIGHT=weight is not None,
-                UPSTREAM=upstream is not None, **_launch(width),
+                UPSTREAM=upstream is not None, **launch,
             )  # fmt: skip
         return
     state = torch.empty(4, n, dtype=torch.float32, device=logits.device)
@@ -572,6 +588,7 @@ _backward_op = register(
     "Tensor weight_sum, Tensor state, int ignore_index, float label_smoothing, float z_loss, float softcap) -> Tensor",
     _backward,
     _backward_fake,
+    backward=no_second_derivative,
 )
 
 

@@ -25,7 +25,7 @@ import torch
 
 from ligermodels.errors import LigerError
 from ligermodels.kernels._dispatch import register, tl, triton, use_triton
-from ligermodels.kernels._launch import multiprocessors, on_device_of
+from ligermodels.kernels._launch import multiprocessors, no_second_derivative, on_device_of
 from ligermodels.kernels.cross_entropy import (
     FLOATS,
     Scales,
@@ -152,11 +152,11 @@ def _scale(source: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tor
     return out
 
 
-# No gradient is registered: differentiating twice raises instead of treating the saved gradients as constants.
 _scale_op = register(
     "scale_gradient(Tensor source, Tensor scale, ScalarType dtype) -> Tensor",
     _scale,
     lambda source, scale, dtype: torch.empty_like(source, dtype=dtype),
+    backward=no_second_derivative,
 )
 
 
@@ -245,7 +245,7 @@ def _fast_setup(ctx, inputs, output):
     ctx.dtypes = (input.dtype, linear_weight.dtype, None if linear_bias is None else linear_bias.dtype)
     deferred = inputs[12] == torch.float16
     ctx.save_for_backward(*output[1:], inputs[5] if deferred else None)
-    ctx.mark_non_differentiable(*output[1:])
+    # The saved gradients stay differentiable outputs: a second derivative then raises, and is not silently zero.
     ctx.set_materialize_grads(False)
 
 
@@ -308,7 +308,7 @@ def _rows(
         for part in _slices(terms.classes, step):
             z = buffer[:, : part.stop - part.start]
             bias = None if linear_bias is None else linear_bias[part].to(dtype)
-            _logits(x, linear_weight[part].to(dtype), bias, z)
+            _logits(x, linear_weight[part].to(dtype).contiguous(), bias, z)
             row_forward(z, labels, weight, scales, terms, state, loss, first=part.start, carry=part.start > 0)
     return loss.view(target.shape), state
 
@@ -345,7 +345,7 @@ def _rows_backward(
     with _no_autocast(device):
         for part in _slices(terms.classes, step):
             z = buffer[:, : part.stop - part.start]
-            w = linear_weight[part].to(dtype)
+            w = linear_weight[part].to(dtype).contiguous()
             _logits(x, w, None if linear_bias is None else linear_bias[part].to(dtype), z)
             row_backward(z, z, labels, weight, scales, terms, state, upstream, first=part.start)
             if need_x:
@@ -366,6 +366,7 @@ _rows_backward_op = register(
     f"{_NEEDS}) -> (Tensor, Tensor, Tensor)",
     _rows_backward,
     _rows_backward_fake,
+    backward=no_second_derivative,
 )
 
 
@@ -467,7 +468,7 @@ def linear_cross_entropy(
     Raises:
         LigerError (a ValueError): shapes, dtypes or options that do not fit; on CPU also a label that is no class (on
             CUDA the loss and the gradients become NaN instead, as looking for it would wait for the device).
-        RuntimeError: when differentiated twice.
+        LigerError: also when differentiated twice.
     """
     dtype = _check(input, linear_weight, target, linear_bias)
     if memory not in ("fast", "lean"):

@@ -1,0 +1,444 @@
+"""linear_cross_entropy, against the plain formula in float64."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ligermodels.kernels import cross_entropy, linear_cross_entropy
+from ligermodels.kernels._dispatch import INTERPRETED
+from ligermodels.kernels.linear_cross_entropy import (
+    FAST_BUFFER,
+    _fast_op,
+    chunk_size,
+    linear_cross_entropy_reference,
+    wave_efficiency,
+)
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run as TRITON_INTERPRET=1 pytest -m interpret")
+MODES = ("fast", "lean")
+MODULE = sys.modules["ligermodels.kernels.linear_cross_entropy"]  # the package's attribute is the function
+GRID = list(
+    itertools.product(
+        (None, 30.0), (0.0, 0.1), (0.0, 1e-4), ("none", "half", "all"), ("mean", "sum", "none"), (False, True)
+    )
+)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def problem(n=13, dim=16, classes=101, *, scale=3.0, dtype=torch.float32, device="cpu", ignored="half"):
+    x = (torch.randn(n, dim, device=device) * scale).to(dtype)
+    head = (torch.randn(classes, dim, device=device) * scale).to(dtype)
+    target = torch.randint(0, classes, (n,), device=device)
+    target[{"none": slice(0, 0), "half": slice(0, None, 2), "all": slice(None)}[ignored]] = -100
+    return x, head, target
+
+
+def gradients(function, tensors, target, upstream=None, **options):
+    """[loss, gradient of input, of linear_weight, of linear_bias if there is one]."""
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    if len(leaves) == 3:
+        options["linear_bias"] = leaves[2]
+    loss = function(*leaves[:2], target, **options)
+    loss.backward(torch.ones_like(loss) if upstream is None else upstream.to(loss.dtype))
+    return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def truth(tensors, target, upstream=None, **options):
+    return gradients(linear_cross_entropy_reference, [t.double() for t in tensors], target, upstream, **options)
+
+
+def agree(tensors, target, tolerance=5e-6, upstream=None, memory="fast", **options):
+    ours = gradients(linear_cross_entropy, tensors, target, upstream, memory=memory, **options)
+    for a, b in zip(ours, truth(tensors, target, upstream, **options), strict=True):
+        assert a.shape == b.shape and a.isfinite().all()
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+    assert ours[0].dtype == torch.float32
+    assert all(g.dtype == t.dtype for g, t in zip(ours[1:], tensors, strict=True))
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("softcap", "smoothing", "z_loss", "ignored", "reduction", "weighted"), GRID)
+def test_all_options_together(memory, bias, softcap, smoothing, z_loss, ignored, reduction, weighted):
+    x, head, target = problem(ignored=ignored)
+    tensors = (x, head, torch.randn(101)) if bias else (x, head)
+    upstream = torch.randn(13) if reduction == "none" else torch.tensor(0.3)
+    # logits up to 150: in fp32 they, and so the relative error of p, are known to about 1e-5
+    agree(
+        tensors, target, 2e-5, upstream, memory, softcap=softcap, label_smoothing=smoothing, z_loss=z_loss,
+        reduction=reduction, weight=torch.rand(101) if weighted else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch < 2.13 has no linear_cross_entropy")
+def test_equals_torch(memory, reduction, smoothing):
+    x, head, target = problem(scale=1.0)
+    options = {"reduction": reduction, "label_smoothing": smoothing, "weight": torch.rand(101)}
+    tensors, upstream = (x, head, torch.randn(101)), torch.rand(13) if reduction == "none" else None
+    ours = gradients(linear_cross_entropy, tensors, target, upstream, memory=memory, **options)
+    theirs = gradients(F.linear_cross_entropy, tensors, target, upstream, **options)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def by_chunks(tensors, target, chunk):
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    one = torch.ones((), device=target.device)
+    needs = (True, True, False)
+    constants = (-100, 0.0, 0.0, 0.0, leaves[0].dtype)
+    loss = _fast_op(*leaves, None, target, None, one, one, one, *constants, *needs, chunk)[0]
+    loss.backward()
+    return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_do_not_change_the_result(dtype):
+    """dW is added up in fp32: its error must not grow with the number of chunks."""
+    x, head, target = problem(64, 16, 50, scale=1.0, dtype=dtype, ignored="none")
+    true = truth((x, head), target, reduction="sum")
+    errors = [
+        [(a.double() - b).norm() / b.norm() for a, b in zip(by_chunks((x, head), target, chunk), true, strict=True)]
+        for chunk in (64, 16, 1)
+    ]
+    for one, four, many in zip(*errors, strict=True):
+        assert max(four, many) <= 1.05 * one + 3e-7
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_uneven_micro_batches_add_up_to_the_full_batch(memory):
+    """Supervised tokens 2, 8, 9, 9: dividing each sum by 28 is right, averaging the means is not."""
+    x, head, target = problem(40, ignored="none")
+    for row, count in enumerate((2, 8, 9, 9)):
+        target[row * 10 + count : row * 10 + 10] = -100
+    full = truth((x, head), target)
+    head = head.requires_grad_()
+    losses, grads = [], []
+    for x_part, target_part in zip(x.split(10), target.split(10), strict=True):
+        leaf = x_part.clone().requires_grad_()
+        loss = linear_cross_entropy(leaf, head, target_part, reduction="sum", memory=memory) / 28
+        loss.backward()
+        losses.append(loss.detach())
+        grads.append(leaf.grad)
+    for a, b in zip((sum(losses), torch.cat(grads), head.grad), full, strict=True):
+        assert (a - b).abs().max() <= 3e-6 * b.abs().max()
+
+
+def test_the_incoming_gradient_is_applied_in_fp32():
+    x, head, target = problem(4, 8, 9, dtype=torch.bfloat16)
+    plain, scaled = (
+        gradients(linear_cross_entropy, (x, head), target, torch.tensor(g), reduction="sum")[2] for g in (1.0, 1 / 28)
+    )
+    # 1/28 is no bf16 number: rounding it first would move every entry by the same 0.1 %
+    mean_ratio = (scaled.double() / (plain.double() / 28))[plain != 0].mean()
+    assert abs(mean_ratio - 1) < 5e-4
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize(("need_x", "need_head"), list(itertools.product((False, True), repeat=2)))
+def test_only_the_gradients_asked_for(memory, reduction, need_x, need_head, monkeypatch):
+    x, head, target = problem()
+    _, true_x, true_head = truth((x, head), target, reduction="sum")
+    x.requires_grad_(need_x)
+    head.requires_grad_(need_head)
+    products = []
+    real = MODULE._product
+    monkeypatch.setattr(MODULE, "_product", lambda *a, **k: (products.append(1), real(*a, **k))[1])
+    loss = linear_cross_entropy(x, head, target, reduction=reduction, memory=memory).sum()
+    assert loss.requires_grad == (need_x or need_head)
+    if loss.requires_grad:
+        loss.backward()
+    assert len(products) == need_x + need_head
+    assert (x.grad is not None) == need_x and (head.grad is not None) == need_head
+    for needed, tensor, true in ((need_x, x, true_x), (need_head, head, true_head)):
+        if needed:
+            assert (tensor.grad - true).abs().max() <= 3e-6 * true.abs().max()
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_a_gradient_of_each_token(memory):
+    """With reduction none, a first token without gradient must not decide for the others."""
+    x, head, target = problem(8, 10, 15, ignored="none")
+    upstream = torch.randn(8)
+    upstream[0] = 0
+    agree((x, head), target, upstream=upstream, memory=memory, reduction="none")
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_label_gradient_of_a_confident_token_is_not_cancelled(memory, dtype):
+    x, head = torch.tensor([[13.8125]], dtype=dtype), torch.zeros(1000, 1, dtype=dtype)
+    head[7] = 1  # the label's logit is 13.8125, p = 0.999
+    ours = gradients(linear_cross_entropy, (x, head), torch.tensor([7]), memory=memory)[1]
+    true = truth((x, head), torch.tensor([7]))[1]
+    assert abs(ours.item() / true.item() - 1) <= max(2 * torch.finfo(dtype).eps, 1e-3)
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("n", [0, 4])
+def test_nothing_to_learn_from_is_zero_and_attached(memory, reduction, n):
+    x, head = torch.randn(n, 6), torch.randn(9, 6)
+    loss, *grads = gradients(
+        linear_cross_entropy, (x, head, torch.randn(9)), torch.full((n,), -100), memory=memory, reduction=reduction
+    )
+    assert loss.item() == 0.0
+    for grad, shape in zip(grads, ((n, 6), (9, 6), (9,)), strict=True):
+        assert grad.shape == shape and not grad.any()
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_any_strides_bit_for_bit_and_inputs_untouched(memory):
+    x, head = torch.randn(3, 7, 20)[:, 1:6, ::2], torch.randn(10, 60).t()[::2]
+    target = torch.randint(0, 30, (5, 6)).t()[:3, :5]
+    before = x.clone(), head.clone()
+    results = []
+    for tensors in ((x, head, target), (x.contiguous(), head.contiguous(), target.contiguous())):
+        leaves = [t.detach().requires_grad_() for t in tensors[:2]]  # detach keeps the strides
+        loss = linear_cross_entropy(*leaves, tensors[2], memory=memory, reduction="none")
+        upstream = torch.tensor(0.3).expand(loss.shape)
+        results.append((loss, *torch.autograd.grad(loss, leaves, upstream)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert torch.equal(x, before[0]) and torch.equal(head, before[1])
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_backward_twice_adds_the_same_and_a_second_derivative_is_refused(memory):
+    x, head, target = problem()
+    x.requires_grad_()
+    loss = linear_cross_entropy(x, head, target, memory=memory)
+    (loss * 0.3).backward(retain_graph=True)
+    once = x.grad.clone()
+    (loss * 0.3).backward()
+    assert torch.equal(x.grad, 2 * once)
+    (grad,) = torch.autograd.grad(linear_cross_entropy(x, head, target, memory=memory), x, create_graph=True)
+    with pytest.raises(ValueError, match="second derivative"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("x_dtype", "head_dtype"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float16,) * 2]
+)
+def test_autocast(memory, bias, x_dtype, head_dtype):
+    x, head, target = problem(scale=1.0)
+    tensors = [x.to(x_dtype), head.to(head_dtype), *([torch.randn(101).to(head_dtype)] if bias else [])]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, *grads = gradients(linear_cross_entropy, tensors, target, memory=memory)
+        inside = gradients(linear_cross_entropy, [t.bfloat16() for t in tensors], target, memory=memory)
+    assert torch.equal(loss, inside[0])
+    for grad, tensor, low in zip(grads, tensors, inside[1:], strict=True):
+        assert grad.dtype == tensor.dtype
+        torch.testing.assert_close(grad.float(), low.float(), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_compile_without_graph_breaks_or_recompilation(memory):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    x, head, _ = problem(33)
+    compiled = torch.compile(
+        lambda x, head, target: linear_cross_entropy(x, head, target, memory=memory),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    for n in (7, 8, 9, 33):
+        target = torch.arange(n)
+        ours = gradients(compiled, (x[:n], head), target)
+        for a, b in zip(ours, gradients(linear_cross_entropy, (x[:n], head), target, memory=memory), strict=True):
+            torch.testing.assert_close(a, b)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # one of fixed and one of any length
+
+
+@pytest.mark.parametrize(
+    ("x", "head", "target", "options", "words"),
+    [
+        ((2, 4), (9, 5), (2,), {}, r"\(2, 4\).*\(9, 5\)"),
+        ((2, 4), (9, 4), (3,), {}, r"\(2, 4\).*\(3,\)"),
+        ((2, 4), (0, 4), (2,), {}, r"empty.*\(0, 4\)"),
+        ((2, 4), (9, 4), (2,), {"linear_bias": torch.zeros(8)}, r"\(9,\).*\(8,\)"),
+        ((2, 4), (9, 4), (2,), {"memory": "small"}, "small"),
+        ((2, 4), (9, 4), (2,), {"ignore_index": 0, "weight": torch.ones(8)}, r"\(9,\).*\(8,\)"),
+    ],
+)
+def test_errors_name_both_shapes(x, head, target, options, words):
+    with pytest.raises(ValueError, match=words):
+        linear_cross_entropy(torch.zeros(x), torch.zeros(head), torch.zeros(target).long(), **options)
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_errors_of_dtypes_and_labels(memory):
+    x, head = torch.zeros(2, 3, 4), torch.zeros(9, 4)
+    with pytest.raises(ValueError, match=r"bfloat16.*float32.*autocast"):
+        linear_cross_entropy(x.bfloat16(), head, torch.zeros(2, 3).long(), memory=memory)
+    target = torch.zeros(2, 3).long()
+    target[1, 2] = 9
+    with pytest.raises(ValueError, match=r"label 9 at position \(1, 2\).*9 classes"):
+        linear_cross_entropy(x, head, target, memory=memory)
+
+
+@pytest.mark.parametrize("dim", [576, 896, 1152, 2048, 2304, 3584, 4096])
+@pytest.mark.parametrize("total", [1, 127, 500, 8192, 16384, 131072])
+def test_chunks_fill_the_multiprocessors(total, dim):
+    largest = 5000
+    rows = chunk_size(total, dim, largest, 132)
+    assert 1 <= rows <= min(total, largest)
+    if total >= 8192:
+        assert rows >= 1024 and wave_efficiency(rows, dim, 132) >= 0.7
+
+
+@pytest.mark.interpret
+@interpreted
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "label_smoothing": 0.1, "z_loss": 0.01, "weight": True}])
+def test_triton_through_the_interpreter(memory, options):
+    options = dict(options, weight=torch.rand(77) if options else None)
+    for ignored in ("half", "all"):
+        x, head, target = problem(3, 8, 77, scale=1.5, ignored=ignored)
+        agree((x, head, torch.randn(77)), target, 1e-5, torch.randn(3), memory, reduction="none", **options)
+        agree((x, head), target, 1e-5, torch.tensor(0.3), memory, **options)
+
+
+@pytest.mark.interpret
+@interpreted
+def test_slices_carry_the_statistics(monkeypatch):
+    monkeypatch.setattr(MODULE, "CPU_ELEMENTS", 3 * 30)  # three slices of 30 classes
+    x, head, target = problem(3, 8, 77, ignored="none")
+    agree((x, head), target, 1e-5, memory="lean", label_smoothing=0.1, softcap=20.0)
+
+
+@pytest.mark.parametrize("elements", [13, 13 * 7, 13 * 100])
+def test_slices_of_the_vocabulary_do_not_change_the_result(elements, monkeypatch):
+    monkeypatch.setattr(MODULE, "CPU_ELEMENTS", elements)
+    x, head, target = problem()
+    weight = torch.rand(101)
+    agree((x, head, torch.randn(101)), target, memory="lean", label_smoothing=0.1, softcap=20.0, weight=weight)
+
+
+# --- On a GPU
+
+
+def error(ours, true):
+    return (ours.double() - true).square().mean().sqrt().item()
+
+
+def eager(x, head, target, **options):
+    return F.cross_entropy(F.linear(x, head).float(), target, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "dim", "classes"), [(1000, 576, 49152), (127, 896, 5003), (4100, 256, 32000)])
+@pytest.mark.parametrize("peaked", [False, True])
+def test_gpu_no_worse_than_eager(memory, dtype, n, dim, classes, peaked):
+    x, head, target = problem(n, dim, classes, scale=1.0, dtype=dtype, device="cuda")
+    head = head * dim**-0.5
+    if peaked:  # as a trained model: most of the probability on the label
+        x = (x + 0.4 * head[target.clamp(min=0)] * dim**0.5).to(dtype)
+    true = truth((x, head), target)
+    ours = gradients(linear_cross_entropy, (x, head), target, memory=memory)
+    plain = gradients(eager, (x, head), target)
+    assert abs(ours[0] - true[0]) <= max(1.25 * abs(plain[0] - true[0]), 1e-5 * true[0])
+    for a, b, t in zip(ours[1:], plain[1:], true[1:], strict=True):
+        assert error(a, t) <= 1.25 * error(b, t)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", MODES)
+def test_gpu_options(memory):
+    torch.set_float32_matmul_precision("highest")
+    grid = itertools.product((None, 30.0), (0.0, 0.1), (0.0, 1e-4), ("none", "half", "all"), ("mean", "sum", "none"))
+    for softcap, smoothing, z_loss, ignored, reduction in grid:
+        x, head, target = problem(device="cuda", ignored=ignored)
+        upstream = torch.randn(13, device="cuda") if reduction == "none" else None
+        agree(
+            (x, head, torch.randn(101, device="cuda")), target, 1e-5, upstream, memory, softcap=softcap,
+            label_smoothing=smoothing, z_loss=z_loss, reduction=reduction, weight=torch.rand(101, device="cuda"),
+        )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", MODES)
+def test_gpu_peak_memory(memory):
+    x, head, target = problem(8192, 1024, 128256, scale=0.1, dtype=torch.bfloat16, device="cuda")
+    x.requires_grad_()
+    head.requires_grad_()
+    for _ in range(2):  # the first run also compiles
+        x.grad = head.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        linear_cross_entropy(x, head, target, memory=memory).backward()
+    returned = x.grad.nbytes + head.grad.nbytes
+    beyond = torch.cuda.max_memory_allocated() - before - returned
+    if memory == "lean":
+        assert beyond <= 0.4 * 2**30
+    else:
+        fp32_head = 4 * head.numel()
+        assert beyond <= max(fp32_head, fp32_head + FAST_BUFFER - head.grad.nbytes) + 32 * 2**20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", MODES)
+def test_gpu_label_out_of_range_is_nan(memory):
+    x, head, target = problem(4, 64, 1000, dtype=torch.bfloat16, device="cuda", ignored="none")
+    target[1], target[2] = 1000, -7
+    loss = linear_cross_entropy(x, head, target, reduction="none", memory=memory)
+    assert loss.isnan().tolist() == [False, True, True, False]
+
+
+@pytest.mark.gpu
+def test_gpu_more_than_2_to_the_31_logits_in_one_chunk():
+    x, head, target = problem(16400, 64, 151936, scale=0.3, dtype=torch.bfloat16, device="cuda", ignored="none")
+    loss, dx, _ = by_chunks((x, head), target, 16400)
+    loss_parts, dx_parts, _ = by_chunks((x, head), target, 1024)
+    torch.testing.assert_close(loss, loss_parts)
+    torch.testing.assert_close(dx, dx_parts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", MODES)
+def test_gpu_graph_capture_compile_and_determinism(memory):
+    x, head, target = problem(300, 128, 3001, scale=0.3, dtype=torch.bfloat16, device="cuda")
+    x.requires_grad_()
+    head.requires_grad_()
+
+    def step(loss_of=linear_cross_entropy):
+        loss = loss_of(x, head, target, memory=memory, reduction="sum") / (target >= 0).sum()
+        return torch.autograd.grad(loss, (x, head))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        expected = step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # fails if anything waits for the device
+        captured = step()
+    graph.replay()
+    again = step()
+    for a, b, c in zip(captured, again, expected, strict=True):
+        assert torch.equal(a, c) and torch.equal(b, c)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True)
+    for a, b in zip(step(compiled), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+def test_gpu_model_head_agrees_with_given_logits():
+    x, head, target = problem(64, 128, 5000, scale=0.3, device="cuda")
+    logits = F.linear(x, head)
+    torch.testing.assert_close(linear_cross_entropy(x, head, target), cross_entropy(logits, target))
