@@ -169,8 +169,11 @@ def test_real_weights_equal_transformers_bit_for_bit(converted):
 
     file = smollm2()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
-    theirs = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(converted))
+    read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)
+    theirs, config = read["tensors"], read_config(converted)
+    for key in ("hidden_size", "num_key_value_heads", "head_dim", "rope_theta", "vocab_size", "tie_word_embeddings"):
+        assert config[key] == read["config"][key]
     ours = dict(open_checkpoint(converted).stream())
     assert set(ours) == set(theirs) == set(model.state_dict()) - {"lm_head.weight"}
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
