@@ -56,7 +56,7 @@ def evaluate(model, tokens, seq=256):
 def main():
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--folder", type=Path, default="runs", help="where the two model folders go")
-    cli.add_argument("--steps", type=int, default=20)
+    cli.add_argument("--steps", type=int, default=16)
     args = cli.parse_args()
     torch.manual_seed(0)
     source, tuned = args.folder / "smollm2", args.folder / "smollm2-tuned"

@@ -39,7 +39,7 @@ def backward(model, micro_batches):
 def train(model, tokens, *, steps=40, batch=4, seq=128, accumulation=1, lr=1e-4, seed=0, log_every=5):
     """Run the loop on the device of the model; returns the loss of every step."""
     device, generator, losses = next(model.parameters()).device, torch.Generator().manual_seed(seed), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
     for step in (bar := tqdm(range(1, steps + 1), unit="step")):
         losses.append(backward(model, [windows(tokens, batch, seq, generator).to(device) for _ in range(accumulation)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -106,9 +107,10 @@ def test_fine_tuning_a_folder_keeps_its_tokenizer_and_changes_its_weights(tmp_pa
 
 def test_the_step_benchmark_gives_both_peers_the_same_weights_and_tokens(tmp_path):
     out = tmp_path / "result.json"
-    command = [sys.executable, ROOT / "benchmarks" / "step.py", "--model", "tiny", "--device", "cpu", "--batch", "2"]
-    command += ["--seq", "32", "--peers", "ours,hf", "--steps", "1", "--warmup", "1", "--commit", "abc", "--out", out]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    command = [sys.executable, ROOT / "benchmarks" / "step.py", "--model", "tiny", "--device", "cpu", "--batch", "1"]
+    command += ["--seq", "16", "--peers", "ours,hf", "--steps", "1", "--warmup", "1", "--commit", "abc", "--out", out]
+    one_thread = dict(os.environ, OMP_NUM_THREADS="1")
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=one_thread)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(out.read_text())
     ours, hf = report["results"]
