@@ -68,7 +68,8 @@ def test_fp32_logits_loss_and_gradients_equal_transformers(pair, ids):
 def test_half_precision_is_as_close_to_the_truth_as_transformers(pair, ids, dtype):
     hf, folder = pair
     ours = LigerLlama.from_pretrained(folder, dtype=dtype, device="cuda")
-    theirs = copy.deepcopy(hf).to(dtype)
+    # Not hf.to(dtype): that rounds transformers' rotary frequencies too, in the truth as well.
+    theirs = type(hf).from_pretrained(folder, dtype=dtype).cuda()
     truth = copy.deepcopy(theirs).float()
     expected = truth(input_ids=ids, labels=ids)
     expected.loss.backward()
@@ -186,6 +187,7 @@ def test_loading_to_the_gpu_never_holds_the_weights_on_the_host(tmp_path):
     model.save_pretrained(tmp_path)
     del model
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     before, device_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, torch.cuda.memory_allocated()
     LigerLlama.from_pretrained(tmp_path, device="cuda")
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
