@@ -1,0 +1,573 @@
+"""Each kernel beside its peers on one GPU: time, memory and correctness in one run.
+
+    python benchmarks/kernels.py                          # everything, about 6 minutes on an H200
+    python benchmarks/kernels.py --only linear_cross_entropy --out result.json
+    python benchmarks/kernels.py --quick                  # small shapes, few repetitions: does it all work?
+    python benchmarks/kernels.py --tokens                 # linear_cross_entropy over 256 ... 131072 tokens
+    python benchmarks/kernels.py --tune                   # launch shapes and chunk sizes, to choose the constants
+
+Times are medians between CUDA events, of forward without gradients and of forward + backward. Before each repetition
+the L2 cache is flushed and the device sleeps while the host queues the work, so that Python's time does not count (an
+operation that waits for the device pays for it, as it should). ``floor`` is the bytes or FLOP the operation must move
+at the ceilings measured in the same run. ``error`` is the relative RMS error against float64 of the output and of the
+worst gradient, on a smaller instance in the same dtype. ``extra`` is the peak of allocated bytes during forward +
+backward beyond the inputs, ``beyond`` the same without the gradients that are returned.
+
+Peers are optional: what cannot be imported is left out, what fails is reported. The cases of the other kernels come
+from kernel_rows_elementwise.py (``cases(quick)`` returns a list of ``Case``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parent.parent
+# The checkout's kernels/ and this very file would both answer to `import kernels`, which transformers tries (a peer may
+# import it): ligermodels is loaded first, then neither folder stays on the path.
+sys.path.insert(0, str(ROOT))
+import ligermodels.kernels as ours  # noqa: E402
+
+ce_module = sys.modules["ligermodels.kernels.cross_entropy"]
+linear_module = sys.modules["ligermodels.kernels.linear_cross_entropy"]
+sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() not in (ROOT, ROOT / "benchmarks")]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16 = torch.bfloat16
+
+
+@dataclasses.dataclass
+class Case:
+    """One operation at one shape.
+
+    inputs(): the tensors at full size, made on DEVICE; those that require gradients are differentiated.
+    small(): the same at a size where float64 is cheap, for the error.
+    peers: name -> factory that imports and returns a function of the inputs (a tensor or a tuple of tensors); "ours…"
+        are ours. ImportError in the factory leaves the peer out.
+    reference: plain torch function that is right in float64.
+    floor: (forward, forward + backward) in bytes, or in FLOP where ``flops`` is true.
+    goal_ms: what ours must reach, forward + backward.
+    """
+
+    op: str
+    shape: str
+    inputs: Callable[[], list[torch.Tensor]]
+    small: Callable[[], list[torch.Tensor]]
+    peers: dict[str, Callable[[], Callable]]
+    reference: Callable
+    floor: tuple[float, float]
+    flops: bool = False
+    goal_ms: float | None = None
+
+
+# --- Measuring --------------------------------------------------------------------------------------------------------
+
+_flush: torch.Tensor | None = None
+
+
+def sync() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def median_ms(run: Callable, quick: bool = False) -> float:
+    """Median device time of ``run()`` in ms, each repetition from a cold L2."""
+    global _flush
+    run()
+    sync()
+    started = time.perf_counter()
+    run()
+    sync()
+    guess = (time.perf_counter() - started) * 1e3
+    repetitions = 3 if quick else max(5, min(40, int(400 / max(guess, 0.01))))
+    if DEVICE != "cuda":
+        times = []
+        for _ in range(repetitions):
+            started = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - started) * 1e3)
+        return statistics.median(times)
+    if _flush is None:
+        _flush = torch.empty(256 * 2**20, dtype=torch.uint8, device=DEVICE)
+    events = []
+    for _ in range(repetitions):
+        torch.cuda._sleep(1_000_000)  # about 0.5 ms: the host runs ahead
+        _flush.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        events.append((begin, end))
+    sync()
+    return statistics.median(b.elapsed_time(e) for b, e in events)
+
+
+def clear() -> None:
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def ceilings(quick: bool) -> dict:
+    """Copy bandwidth in bytes/s and bf16 product rate in FLOP/s of this device, now."""
+    n = 2**20 if quick or DEVICE != "cuda" else 2**31
+    source, target = (torch.empty(n, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    copy = 2 * n / median_ms(lambda: target.copy_(source), quick) * 1e3
+    k = 256 if quick or DEVICE != "cuda" else 8192
+    a, b = (torch.randn(k, k, device=DEVICE, dtype=BF16) for _ in range(2))
+    return {"copy_bytes_per_s": copy, "matmul_flop_per_s": 2 * k**3 / median_ms(lambda: a @ b, quick) * 1e3}
+
+
+def as_tuple(out) -> tuple[torch.Tensor, ...]:
+    return out if isinstance(out, tuple) else (out,)
+
+
+def forward_backward(function: Callable, inputs: list[torch.Tensor], upstream: list[torch.Tensor]) -> Callable:
+    def run():
+        for tensor in inputs:
+            tensor.grad = None
+        out = as_tuple(function(*inputs))
+        torch.autograd.backward(out, [g.to(o.dtype) for g, o in zip(upstream, out, strict=True)])
+        return out
+
+    return run
+
+
+def upstream_of(function: Callable, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A loss is differentiated as in training, anything else by a random gradient."""
+    with torch.no_grad():
+        out = as_tuple(function(*inputs))
+    torch.manual_seed(1)
+    return [torch.ones_like(o) if o.dim() == 0 else torch.randn_like(o) for o in out]
+
+
+def relative_error(found: torch.Tensor, true: torch.Tensor) -> float:
+    return ((found.double() - true).norm() / true.norm().clamp(min=1e-300)).item()
+
+
+def errors(case: Case, function: Callable) -> tuple[float, float]:
+    """Relative RMS error of the outputs and of the worst gradient against float64."""
+    torch.manual_seed(0)
+    given = case.small()
+    exact = [t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in given]
+    upstream = upstream_of(case.reference, given)
+    upstream = [g.to(given[0].dtype) if g.dim() else g for g in upstream]
+    true = forward_backward(case.reference, exact, upstream)()
+    # some peers write into their inputs
+    mine = [t.detach().clone().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in given]
+    found = forward_backward(function, mine, upstream)()
+    output = max(relative_error(a, b.detach()) for a, b in zip(found, true, strict=True))
+    pairs = [(a, b) for a, b in zip(mine, exact, strict=True) if b.grad is not None]
+    grads = (math.inf if a.grad is None else relative_error(a.grad, b.grad) for a, b in pairs)
+    return output, max(grads, default=0.0)
+
+
+def peak_bytes(run: Callable, inputs: list[torch.Tensor]) -> tuple[int, int]:
+    """(peak beyond the inputs, the same without the returned gradients) of one forward + backward."""
+    for tensor in inputs:
+        tensor.grad = None
+    clear()
+    if DEVICE != "cuda":
+        run()
+        return 0, 0
+    sync()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = run()
+    sync()
+    extra = torch.cuda.max_memory_allocated() - before
+    del out
+    return extra, extra - sum(t.grad.nbytes for t in inputs if t.grad is not None)
+
+
+def measure(case: Case, limits: dict, quick: bool) -> list[dict]:
+    """One row for each peer that can be imported."""
+    limit = limits["matmul_flop_per_s" if case.flops else "copy_bytes_per_s"]
+    floor = [amount / limit * 1e3 for amount in case.floor]
+    torch.manual_seed(0)
+    inputs = case.inputs()
+    rows = []
+    for name, factory in case.peers.items():
+        row = {"op": case.op, "shape": case.shape, "peer": name, "goal_ms": case.goal_ms}
+        try:
+            function = factory()
+        except ImportError as missing:
+            print(f"{case.op:22} {case.shape:22} {name:14} not installed: {missing}", flush=True)
+            continue
+        try:
+            # the bare products compute no loss
+            row["output_error"], row["gradient_error"] = (0.0, 0.0) if name == "products" else errors(case, function)
+            # a peer that writes into its inputs gets its own
+            own = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs] if name == "liger" else inputs
+            with torch.no_grad():
+                row["forward_ms"] = median_ms(lambda: function(*own), quick)  # noqa: B023
+            run = forward_backward(function, own, upstream_of(function, own))
+            row["total_ms"] = median_ms(run, quick)
+            row["extra_bytes"], row["beyond_bytes"] = peak_bytes(run, own)
+            row["forward_to_floor"] = row["forward_ms"] / floor[0]
+            row["total_to_floor"] = row["total_ms"] / floor[1]
+        except Exception as problem:  # a peer that fails is a result, not the end of the run
+            row["failed"] = f"{type(problem).__name__}: {problem}"[:300]
+        own = run = None
+        for tensor in inputs:
+            tensor.grad = None
+        clear()
+        rows.append(row)
+        print(line(row), flush=True)
+    others = [r["total_ms"] for r in rows if "total_ms" in r and not r["peer"].startswith(("ours", "products"))]
+    for row in rows:
+        if "total_ms" in row:
+            row["to_best_peer"] = row["total_ms"] / min(others) if others else None
+    return rows
+
+
+def line(row: dict) -> str:
+    head = f"{row['op']:22} {row['shape']:22} {row['peer']:14}"
+    if "failed" in row:
+        return f"{head} FAILED {row['failed'][:120]}"
+    return (
+        f"{head} fwd {row['forward_ms']:8.3f} ms ({row['forward_to_floor']:5.2f}x floor)  fwd+bwd "
+        f"{row['total_ms']:8.3f} ms ({row['total_to_floor']:5.2f}x)  extra {row['extra_bytes'] / 2**20:8.1f} MiB, "
+        f"beyond {row['beyond_bytes'] / 2**20:8.1f}  error {row['output_error']:.1e} / {row['gradient_error']:.1e}"
+    )
+
+
+# --- Losses -----------------------------------------------------------------------------------------------------------
+
+
+def leaf(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device=DEVICE, dtype=BF16) * scale).requires_grad_()
+
+
+def labels(n: int, classes: int) -> torch.Tensor:
+    return torch.randint(0, classes, (n,), device=DEVICE)
+
+
+def plain_cross_entropy(x, target):
+    return F.cross_entropy(x if x.dtype == torch.float64 else x.float(), target)
+
+
+def plain_linear(x, head, target):
+    return plain_cross_entropy(x @ head.t(), target)
+
+
+def liger_cross_entropy():
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction as op
+
+    return lambda x, y: op.apply(x, y, None, -100, 0.0, 0.0, "mean", None, False)[0]
+
+
+def liger_linear():
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as op
+
+    return lambda x, w, y: op.apply(x, w, y)[0]
+
+
+def cce(implementation: str):
+    def factory():
+        from cut_cross_entropy import linear_cross_entropy
+
+        return lambda x, w, y: linear_cross_entropy(x, w, y, impl=implementation)
+
+    return factory
+
+
+def torch_linear():
+    if not hasattr(F, "linear_cross_entropy"):
+        raise ImportError("torch < 2.13")
+    options = torch.nn.LinearCrossEntropyOptions()
+    return lambda x, w, y: F.linear_cross_entropy(x, w, y, options=options)
+
+
+def products():
+    """The three matrix products alone, over the same chunks as ours: what the fastest exact loss cannot undercut."""
+
+    def run(x, head, target):
+        return _Products.apply(x, head) if torch.is_grad_enabled() else _logits_only(x, head)
+
+    return run
+
+
+def _chunks(x, head):
+    step = linear_module._token_chunk(x.shape[0], x.shape[1], head.shape[0], x.dtype, x.device)
+    buffer = linear_module._buffer(min(step, len(x)), head.shape[0], x.dtype, x.device)
+    return buffer, [slice(i, min(i + step, len(x))) for i in range(0, len(x), step)]
+
+
+def _logits_only(x, head):
+    buffer, parts = _chunks(x, head)
+    for part in parts:
+        torch.mm(x[part], head.t(), out=buffer[: part.stop - part.start])
+    return buffer.new_zeros(())
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, head):
+        buffer, parts = _chunks(x, head)
+        dx, dw = torch.empty_like(x), torch.empty(head.shape, dtype=torch.float32, device=x.device)
+        for part in parts:
+            z = buffer[: part.stop - part.start]
+            torch.mm(x[part], head.t(), out=z)
+            torch.mm(z, head, out=dx[part])
+            linear_module._product(z.t(), x[part], dw, add=part.start > 0)
+        ctx.save_for_backward(dx, dw)
+        return dw.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.saved_tensors
+
+
+def linear_peers(memories: tuple[str, ...] = ("fast", "lean")) -> dict[str, Callable]:
+    peers = {f"ours {m}": (lambda m=m: lambda x, w, y: ours.linear_cross_entropy(x, w, y, memory=m)) for m in memories}
+    return peers | {
+        "products": products,
+        "eager": lambda: plain_linear,
+        "compile": lambda: torch.compile(plain_linear),
+        "torch chunked": torch_linear,
+        "liger": liger_linear,
+        "cce": cce("cce"),
+        "cce exact": cce("cce_exact"),
+    }
+
+
+def loss_cases(quick: bool) -> list[Case]:
+    found = []
+    given = [(64, 1000, None)] if quick else [(8192, 128256, 1.65), (8192, 256000, 3.25), (8192, 50257, None)]
+    for n, v, goal in given:
+        found.append(
+            Case(
+                "cross_entropy",
+                f"{n}x{v}",
+                lambda n=n, v=v: [leaf(n, v), labels(n, v)],
+                lambda v=v: [leaf(128, min(v, 8192), scale=3.0), labels(128, min(v, 8192))],
+                {
+                    "ours": lambda: ours.cross_entropy,
+                    "eager": lambda: plain_cross_entropy,
+                    "compile": lambda: torch.compile(plain_cross_entropy),
+                    "liger": liger_cross_entropy,
+                },
+                plain_cross_entropy,
+                (2.0 * n * v, 6.0 * n * v),
+                goal_ms=goal,
+            )
+        )
+    sizes = [(64, 32, 1000)] if quick else [(16384, 4096, 128256), (8192, 2304, 256000), (32768, 896, 151936)]
+    return found + [linear_case(*size, linear_peers()) for size in sizes]
+
+
+def linear_case(n: int, d: int, v: int, peers: dict[str, Callable]) -> Case:
+    return Case(
+        "linear_cross_entropy",
+        f"{n}x{d}x{v}",
+        lambda: [leaf(n, d), leaf(v, d, scale=d**-0.5), labels(n, v)],
+        lambda: [leaf(256, min(d, 512)), leaf(4096, min(d, 512), scale=3 * min(d, 512) ** -0.5), labels(256, 4096)],
+        peers,
+        plain_linear,
+        (2.0 * n * d * v, 6.0 * n * d * v),
+        flops=True,
+    )
+
+
+def token_cases(quick: bool) -> list[Case]:
+    """Time and memory over the number of tokens; eager only where its logits fit."""
+    d, v = (32, 1000) if quick else (2048, 128256)
+    found = []
+    for n in (16, 64) if quick else (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072):
+        peers = {k: p for k, p in linear_peers().items() if k != "cce exact"}
+        if n > 16384:
+            peers = {k: p for k, p in peers.items() if k not in ("eager", "compile")}
+        found.append(linear_case(n, d, v, peers))
+    return found
+
+
+# --- Choosing constants -----------------------------------------------------------------------------------------------
+
+
+def tune_rows(note: Callable, n: int, v: int) -> None:
+    """Launch shapes of the row kernels."""
+    logits, target = torch.randn(n, v, device=DEVICE, dtype=BF16), labels(n, v)
+    one, loss, state = (torch.ones(shape, device=DEVICE) for shape in ((), (n,), (4, n)))
+    scales, terms = ce_module.Scales(one, one, one), ce_module.Terms(-100, 0.0, 0.0, 0.0, v)
+    chosen = ce_module.fused_launch, ce_module._launch
+    processors = ce_module.multiprocessors(logits.device)
+
+    def fused():
+        ce_module.row_fused(logits, target, None, scales, terms, loss)
+
+    def forward():
+        ce_module.row_forward(logits, target, None, scales, terms, state, loss)
+
+    def backward():
+        ce_module.row_backward(logits, logits, target, None, scales, terms, state, one.expand(n))
+
+    note(f"rows {n}x{v} fused: as chosen", 4.0 * n * v, "bytes_per_s", fused)
+    for each, warps, block in (
+        *((1, 32, 16384), (1, 32, 32768), (1, 16, 8192), (1, 16, 16384), (2, 32, 16384)),
+        *((2, 16, 8192), (2, 8, 4096), (2, 8, 8192), (3, 16, 8192), (4, 8, 4096), (8, 8, 4096)),
+    ):
+        launch = (min(n, processors * each), {"BLOCK": block, "num_warps": warps})
+        ce_module.fused_launch = lambda *_, launch=launch: launch
+        what = f"rows {n}x{v} fused: {each} programs a multiprocessor, {warps} warps, block {block}"
+        note(what, 4.0 * n * v, "bytes_per_s", fused)
+    for warps, block in ((4, 2048), (4, 4096), (8, 4096), (8, 8192), (16, 8192)):
+        ce_module._launch = lambda _, warps=warps, block=block: {"BLOCK": block, "num_warps": warps}
+        note(f"rows {n}x{v} forward: {warps} warps, block {block}", 2.0 * n * v, "bytes_per_s", forward)
+        note(f"rows {n}x{v} backward: {warps} warps, block {block}", 4.0 * n * v, "bytes_per_s", backward)
+    ce_module.fused_launch, ce_module._launch = chosen
+
+
+def tune_products(note: Callable, n: int, d: int, v: int) -> None:
+    """Is the fp32 product as fast as the plain one, and does it add in place?"""
+    c = linear_module._token_chunk(n, d, v, BF16, torch.device(DEVICE))
+    z, dw = torch.randn(c, v, device=DEVICE, dtype=BF16), torch.zeros(v, d, device=DEVICE)
+    x, w, low = (torch.randn(rows, d, device=DEVICE, dtype=BF16) for rows in (c, v, v))
+    one = torch.ones((), device=DEVICE)
+    for what, run in {
+        "logits": lambda: torch.mm(x, w.t(), out=z),
+        "dx": lambda: torch.mm(z, w),
+        "dw bf16": lambda: torch.mm(z.t(), x, out=low),
+        "dw fp32": lambda: linear_module._product(z.t(), x, dw),
+        "dw fp32 added": lambda: linear_module._product(z.t(), x, dw, add=True),
+    }.items():
+        note(f"product {what}: chunk {c}, {d} x {v}", 2.0 * c * d * v, "flop_per_s", run)
+    note(f"scale dw {d} x {v}", 6.0 * d * v, "bytes_per_s", lambda: linear_module._scale_op(dw, one, BF16))
+
+
+def tune_chunks(note: Callable, n: int, d: int, v: int, quick: bool) -> None:
+    x, head, target = leaf(n, d), leaf(v, d, scale=d**-0.5), labels(n, v)
+    one = torch.ones((), device=DEVICE)
+    chosen = linear_module._token_chunk(n, d, v, BF16, x.device)
+
+    def run(chunk):
+        x.grad = head.grad = None
+        terms = (-100, 0.0, 0.0, 0.0, BF16)
+        linear_module._fast_op(x, head, None, target, None, one, one, one, *terms, True, True, False, chunk)[
+            0
+        ].backward()
+
+    for chunk in sorted({chosen, *((32,) if quick else (1024, 1408, 2048, 2816, 3456, 4096, 5504, 8192))}):
+        what = f"fast {n}x{d}x{v}: chunk {chunk}{' (chosen)' if chunk == chosen else ''}"
+        note(what, 6.0 * n * d * v, "flop_per_s", lambda chunk=chunk: run(chunk))
+
+
+def tune(quick: bool) -> list[dict]:
+    """What the constants of the two loss files are chosen by."""
+    found = []
+
+    def note(what: str, amount: float, unit: str, run: Callable) -> None:
+        try:
+            ms = median_ms(run, quick)
+        except Exception as problem:
+            print(f"{what:70} FAILED {type(problem).__name__}: {str(problem)[:120]}", flush=True)
+            return
+        found.append({"peer": "ours", "what": what, "ms": ms, unit: amount / ms * 1e3})
+        name = "TB/s" if unit == "bytes_per_s" else "TFLOP/s"
+        print(f"{what:70} {ms:8.3f} ms  {amount / ms / 1e9:9.3f} {name}", flush=True)
+
+    for n, v in [(64, 1000)] if quick else [(4096, 128256), (2816, 256000), (3456, 151936), (8192, 49152)]:
+        tune_rows(note, n, v)
+        clear()
+    for n, d, v in [(64, 32, 1000)] if quick else [(16384, 4096, 128256), (8192, 2304, 256000), (32768, 896, 151936)]:
+        tune_products(note, n, d, v)
+        clear()
+        tune_chunks(note, n, d, v, quick)
+        clear()
+    return found
+
+
+# --- Reporting --------------------------------------------------------------------------------------------------------
+
+
+def environment() -> dict:
+    commit = os.environ.get("GIT_COMMIT")
+    if not commit:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+        commit = git.stdout.strip() or "unknown"
+    versions = {}
+    for name in ("torch", "triton", "liger-kernel", "cut-cross-entropy"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU {platform.machine()}",
+        **versions,
+        "python": platform.python_version(),
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+def elementwise_cases(quick: bool) -> list[Case]:
+    path = ROOT / "benchmarks" / "kernel_rows_elementwise.py"
+    spec = importlib.util.spec_from_file_location("kernel_rows_elementwise", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kernel_bench"] = sys.modules[__name__]  # what the rows import Case from
+    spec.loader.exec_module(module)
+    return module.cases(quick)
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument(
+        "--only", action="append", help="an operation, such as rms_norm or linear_cross_entropy; repeatable"
+    )
+    cli.add_argument("--peers", help="only these, separated by commas")
+    cli.add_argument("--quick", action="store_true", help="small shapes, few repetitions; also runs on CPU")
+    cli.add_argument("--tokens", action="store_true", help="linear_cross_entropy over the number of tokens instead")
+    cli.add_argument("--tune", action="store_true", help="sweep launch shapes and chunk sizes instead")
+    cli.add_argument("--out", type=Path, help="JSON file for the rows")
+    args = cli.parse_args()
+    if DEVICE != "cuda" and not args.quick:
+        sys.exit("benchmarks/kernels.py: no CUDA device; --quick runs small shapes on the CPU")
+    limits = ceilings(args.quick)
+    report = {"benchmark": "kernels", "environment": environment(), "ceilings": limits, "rows": []}
+    print(f"{report['environment']['device']}: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s, products "
+          f"{limits['matmul_flop_per_s'] / 1e12:.0f} TFLOP/s", flush=True)  # fmt: skip
+
+    def save() -> None:
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+    if args.tune:
+        report["rows"] = tune(args.quick)
+        save()
+        return
+    cases = token_cases(args.quick) if args.tokens else elementwise_cases(args.quick) + loss_cases(args.quick)
+    for case in cases:
+        if args.only and case.op not in args.only:
+            continue
+        if args.peers:
+            case.peers = {name: factory for name, factory in case.peers.items() if name in args.peers.split(",")}
+        report["rows"] += measure(case, limits, args.quick)
+        save()  # after each: what was measured is kept if the run is stopped
+    print("\nours against the best peer, forward + backward (below 1 is faster)")
+    for row in report["rows"]:
+        if row["peer"].startswith("ours") and row.get("to_best_peer"):
+            goal = f", goal {row['goal_ms']} ms" if row["goal_ms"] else ""
+            print(f"{row['op']:22} {row['shape']:22} {row['peer']:10} {row['to_best_peer']:5.2f}  "
+                  f"({row['total_ms']:.3f} ms{goal})")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
