@@ -8,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # On a GPU machine with its own torch there is no .venv: gpu-test and bench then use $(PYTHON) over the checkout.
-RUN = PYTHONPATH=. $(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON))
+RUN = $(if $(wildcard $(STAMP)),$(BIN)/python,PYTHONPATH=. $(PYTHON))
 
 # Threads that wait must sleep, not spin: on a busy machine of few cores spinning made a training step 7 times slower.
 export OMP_WAIT_POLICY ?= passive

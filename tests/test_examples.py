@@ -105,6 +105,27 @@ def test_fine_tuning_a_folder_keeps_its_tokenizer_and_changes_its_weights(tmp_pa
     assert (source / "model.safetensors").read_bytes() == before
 
 
+def test_the_demo_fails_if_the_answer_lacks_paris(tmp_path, monkeypatch, capsys):
+    write_tiny_chat_model(tmp_path / "smollm2")  # random weights in the place of the real ones
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit, match="Paris"):
+        runpy.run_path(str(ROOT / "examples" / "demo.py"), run_name="__main__")
+    assert "What is the capital of France?" in capsys.readouterr().out
+
+
+def test_the_demo_evaluates_every_token_once(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    demo = runpy.run_path(str(ROOT / "examples" / "demo.py"))
+    model = LigerLlama.from_pretrained(write_tiny_chat_model(tmp_path))
+    tokens = torch.arange(1, 100)
+    with torch.no_grad():
+        whole = model(tokens[None], labels=tokens[None]).loss.item()
+        parts = [model(t[None], labels=t[None]).loss.item() for t in (tokens[:60], tokens[60:])]
+    assert demo["evaluate"](model, tokens, seq=256) == pytest.approx(whole, rel=1e-6)
+    assert demo["evaluate"](model, tokens, seq=60) == pytest.approx((59 * parts[0] + 38 * parts[1]) / 97, rel=1e-6)
+
+
 def test_the_step_benchmark_gives_both_peers_the_same_weights_and_tokens(tmp_path):
     out = tmp_path / "result.json"
     command = [sys.executable, ROOT / "benchmarks" / "step.py", "--model", "tiny", "--device", "cpu", "--batch", "1"]
