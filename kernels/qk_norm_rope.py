@@ -17,7 +17,7 @@ import torch
 
 from ligermodels.kernels._dispatch import register, tl, triton, use_triton
 from ligermodels.kernels._launch import multiprocessors, no_second_derivative, on_device_of, power_of_two
-from ligermodels.kernels.rms_norm import check_norm, rms_norm_reference, sum_rows
+from ligermodels.kernels.rms_norm import check_norm, sum_rows, unrounded_norm
 from ligermodels.kernels.rope import check_rope, rope_reference, tables
 
 _MAX_TILE = 4096  # elements of one tile of heads
@@ -37,9 +37,10 @@ def qk_norm_rope_reference(
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``qk_norm_rope`` in plain differentiable PyTorch: the two operations one after the other."""
-    q = rms_norm_reference(q, q_weight, eps, offset=offset, casting=casting)
-    k = rms_norm_reference(k, k_weight, eps, offset=offset, casting=casting)
-    return rope_reference(q, k, cos, sin, interleaved=interleaved)
+    q_normed = unrounded_norm(q, q_weight, eps, offset, casting)
+    k_normed = unrounded_norm(k, k_weight, eps, offset, casting)
+    q_out, k_out = rope_reference(q_normed, k_normed, cos, sin, interleaved=interleaved)
+    return q_out.to(q.dtype), k_out.to(k.dtype)
 
 
 # A head is held as its first and second members of the pairs (a, b) and the rest c that is not turned. That makes the

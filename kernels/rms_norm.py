@@ -35,14 +35,21 @@ def rms_norm_reference(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, *, offset: float = 0.0, casting: str = "llama"
 ) -> torch.Tensor:
     """``rms_norm`` in plain differentiable PyTorch."""
+    return unrounded_norm(x, weight, eps, offset, casting).to(x.dtype)
+
+
+def unrounded_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting: str
+) -> torch.Tensor:
+    """``rms_norm_reference`` before its last rounding, in fp32 (float64 for float64)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     normed = x.to(wide)
     normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + eps)
     if weight is None:
-        return normed.to(x.dtype)
+        return normed
     if casting == "llama":
         normed = normed.to(x.dtype).to(wide)
-    return (normed * (weight.to(wide) + offset)).to(x.dtype)
+    return normed * (weight.to(wide) + offset)
 
 
 def add_rms_norm_reference(
