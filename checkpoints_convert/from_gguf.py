@@ -4,7 +4,7 @@ Two things differ from a plain renaming. llama.cpp rotates neighbouring pairs (2
 (j, j + D/2), so a GGUF stores the rows of q and k interleaved, head by head; they are put back here. And a GGUF holds
 no tokenizer.json, only its raw material: tokens, merges or scores, token kinds, and the name of a splitting rule.
 
-The weights are dequantised by the package ``gguf`` (extra ``ligermodels[gguf]``), a slice of rows at a time.
+The file is read and its weights are dequantised by the package ``gguf`` (extra ``ligermodels[gguf]``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ligermodels.checkpoints_convert.gguf_file import GGUFTensor, read_gguf
+from ligermodels.checkpoints_convert.gguf_file import GGUFTensor, load_tensor, read_gguf
 from ligermodels.checkpoints_convert.hf import CONFIG, INDEX, SINGLE, _listed, save_streamed
 from ligermodels.errors import CheckpointError
 
@@ -41,7 +41,6 @@ _TOP_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_SLICE = 4 << 20  # elements dequantised at once: 16 MiB of fp32, and a few times that inside the package
 
 # How a byte-level vocabulary expects its text to be cut, by tokenizer.ggml.pre (the patterns are part of the models).
 _WORDS = (
@@ -52,7 +51,6 @@ _LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 _SPLITS: dict[str, str | None] = {name: _WORDS % "{1,3}" for name in _LLAMA3}
 _SPLITS |= {"qwen2": _WORDS % "", "gpt-2": None, "gpt2": None, "smollm": None}  # None: GPT-2's rule, built in
 
-_NOTHING = GGUFTensor("", None, (), 0, 0)
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
 
 
@@ -95,7 +93,7 @@ def convert_gguf(
     with tqdm(total=len(sources), desc=f"converting {path.name}", unit="tensor", disable=None) as bar:
 
         def make(name: str) -> torch.Tensor:
-            tensor = _load(path, sources[name], dtype)
+            tensor = load_tensor(path, sources[name], dtype)
             projection = name.split(".")[-2]
             bar.update()
             return _deinterleave(tensor, heads[projection]) if projection in heads else tensor
@@ -104,31 +102,7 @@ def convert_gguf(
     return folder
 
 
-# ------------------------------------------------------------------------------------------------------------ reading
-
-
-def _load(path: Path, entry: GGUFTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantise one tensor, a slice of rows at a time (read, not mapped: mapped pages would count as memory)."""
-    import numpy as np
-    from gguf.quants import dequantize
-
-    result = torch.empty(entry.shape, dtype=dtype, device="cpu")
-    rows = result.view(-1, entry.shape[-1])
-    row_bytes = entry.nbytes // len(rows)
-    step = max(1, _SLICE // entry.shape[-1])
-    for begin in range(0, len(rows), step):
-        part = rows[begin : begin + step]
-        count = len(part) * row_bytes
-        raw = np.fromfile(path, dtype=np.uint8, count=count, offset=entry.start + begin * row_bytes)
-        if len(raw) < count:
-            raise CheckpointError(f"{path} ended within tensor {entry.name}: did it change?")
-        try:
-            values = dequantize(raw.reshape(len(part), -1), entry.kind)
-        except NotImplementedError as error:
-            kind = entry.kind.name
-            raise CheckpointError(f"{path}: tensor {entry.name} is {kind}, which gguf cannot dequantise") from error
-        part.copy_(torch.from_numpy(values))
-    return result
+# ------------------------------------------------------------------------------------------------------------ weights
 
 
 def _deinterleave(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -221,7 +195,7 @@ def _config(path: Path, metadata: dict, entries: dict[str, GGUFTensor], dtype: t
 
     if metadata.get("llama.expert_count", 0):
         raise CheckpointError(f"{path} is a mixture of experts (llama.expert_count): not converted so far")
-    if len(entries.get("token_embd.weight", _NOTHING).shape) != 2:
+    if "token_embd.weight" not in entries or len(entries["token_embd.weight"].shape) != 2:
         raise CheckpointError(f"{path} lacks the tensor token_embd.weight (vocabulary, hidden size)")
     hidden, heads = size("embedding_length"), size("attention.head_count")
     head_dim = size("attention.key_length", size("rope.dimension_count", max(1, hidden // heads)))
@@ -286,7 +260,7 @@ def _llama3_scaling(path: Path, entry: GGUFTensor, head_dim: int, theta: float) 
     """Llama 3.1's scaling is stored as its result, one divisor per frequency. Find the constants that give it."""
     if entry.shape != (head_dim // 2,):
         raise CheckpointError(f"{path}: tensor {entry.name} is {list(entry.shape)}, expected {[head_dim // 2]}")
-    found = _load(path, entry, torch.float32).double()
+    found = load_tensor(path, entry, torch.float32).double()
     factor, low, high, original = found.max().item(), 1.0, 4.0, 8192
     wavelength = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)

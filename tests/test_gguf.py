@@ -1,4 +1,4 @@
-"""GGUF → Hugging Face folder: against transformers' own reading of the same file, and on small synthetic files."""
+"""GGUF → Hugging Face folder: real weights against gguf and transformers, and small synthetic files."""
 
 import importlib.util
 import json
@@ -163,20 +163,40 @@ def converted(tmp_path_factory) -> Path:
 
 
 @pytest.mark.real
-def test_real_weights_equal_transformers_bit_for_bit(converted):
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint  # from_pretrained would want accelerate
+def test_real_weights_are_the_dequantised_ones_bit_for_bit(converted):
+    """Under the names of gguf's own table, and q and k as that converter would interleave them."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, n_blocks=30)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(smollm2()).tensors}
+    heads = {"q_proj": 9, "k_proj": 3}
+    for name, tensor in open_checkpoint(converted).stream():
+        theirs = stored.pop(names.get_name(name, try_suffixes=[".weight"]))
+        projection, ours = name.split(".")[-2], tensor.numpy()
+        ours = interleave(ours, heads[projection]) if projection in heads else ours
+        assert np.array_equal(ours, gguf.quants.dequantize(theirs.data, theirs.tensor_type))
+    assert not stored
 
-    file = smollm2()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(converted))
-    read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)
-    theirs, config = read["tensors"], read_config(converted)
-    for key in ("hidden_size", "num_key_value_heads", "head_dim", "rope_theta", "vocab_size", "tie_word_embeddings"):
-        assert config[key] == read["config"][key]
-    ours = dict(open_checkpoint(converted).stream())
-    assert set(ours) == set(theirs) == set(model.state_dict()) - {"lm_head.weight"}
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+@pytest.mark.real
+def test_real_config_is_the_published_one(converted):
+    published = {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "vocab_size": 49152,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e5,
+        "rope_scaling": None,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    config = read_config(converted)
+    assert {key: config[key] for key in published} == published
 
 
 @pytest.mark.real
@@ -315,6 +335,40 @@ def test_damaged_files(tmp_path):
             convert_gguf(broken, tmp_path / "out")
     with pytest.raises(CheckpointError, match="nowhere"):
         convert_gguf(tmp_path / "nowhere.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "after, skip, number, says",
+    [
+        (b"tokenizer.ggml.token_type", 4 + 4, 100_000, "the file ends at byte"),  # an array longer than the file
+        (b"output_norm.weight", 4 + 8 + 4, 2**64 - 2048, "overflow"),  # data that would begin within the header
+        (b"output_norm.weight", 4, 0, "output_norm.weight .* is empty"),
+    ],
+)
+def test_what_the_package_would_not_notice(tmp_path, after, skip, number, says):
+    file = write_gguf(tmp_path / "tiny.gguf", weights(True, len(BPE_TOKENS)), tokens=BPE_TOKENS)
+    content = bytearray(file.read_bytes())
+    position = content.index(after) + len(after) + skip
+    content[position : position + 8] = number.to_bytes(8, "little")
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"tiny\.gguf.*{says}"):
+        convert_gguf(file, tmp_path / "out")
+
+
+def test_big_endian_files_are_refused(tmp_path):
+    """The package's dequantisation would take their numbers for little-endian ones."""
+    writer = gguf.GGUFWriter(tmp_path / "big.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"big\.gguf.*byte order"):
+        convert_gguf(tmp_path / "big.gguf", tmp_path / "out")
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(CheckpointError, match="pip install"):
+        convert_gguf(tmp_path / "any.gguf", tmp_path / "out")
 
 
 @pytest.mark.parametrize("seed", range(3))
