@@ -43,7 +43,9 @@ def rows(report: dict) -> list[str]:
 def block(folder: Path) -> str:
     """The text between the two marks."""
     reports = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
-    reports = [(path, report) for path, report in reports if report.get("benchmark") == "step"]
+    reports = [
+        (path, report) for path, report in reports if isinstance(report, dict) and report.get("benchmark") == "step"
+    ]
     if not reports:
         return "No figures are committed yet."
     table = [HEAD, *(line for _, report in reports for line in rows(report))]
