@@ -8,8 +8,9 @@ memory="fast": tokens in chunks of C. One buffer (C, V) is reused: the product w
 them into their gradient in place (cross_entropy.py), two more products consume it. Gradients are thus finished in the
 forward, in which the weight gradient adds up in fp32 over all chunks; the backward multiplies by the incoming gradient,
 read on the device, and rounds once. Saved: both gradients (N * D and, fp32, V * D), and neither is ever overwritten,
-so a second backward is right. Chunks are sized so that the product with the fewest tiles, C x D, fills whole waves of
-multiprocessors.
+so a second backward is right. Where one chunk holds all tokens, its gradient is kept in place of the weight's,
+whose product moves to the backward. Chunks are sized so that the product with the fewest tiles, C x D, fills whole
+waves of multiprocessors.
 
 memory="lean": the vocabulary in slices of S. The forward keeps running row statistics (16 bytes a token); the backward
 computes each slice (N, S) of logits again, adds up the gradient of input in fp32 and writes each slice of the weight
@@ -122,7 +123,11 @@ def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool =
 
 def _buffer(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """(rows, cols) whose rows start at multiples of 16 elements, as an odd vocabulary would make every product slow."""
-    return torch.empty(rows, (cols + 15) // 16 * 16, dtype=dtype, device=device)[:, :cols]
+    return torch.empty(rows, _padded(cols), dtype=dtype, device=device)[:, :cols]
+
+
+def _padded(cols: int) -> int:
+    return (cols + 15) // 16 * 16
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -175,11 +180,12 @@ def _no_autocast(device: torch.device):
 
 def _tokens(
     input, linear_weight, linear_bias, target, weight, ce, zs, weight_sum, upstream,
-    ignore_index, label_smoothing, z_loss, softcap, dtype, need_x, need_weight, need_bias, chunk,
+    ignore_index, label_smoothing, z_loss, softcap, dtype, need_x, need_weight, need_bias, chunk, kept=None,
 ):  # fmt: skip
     """Loss of each token, and the gradients wanted: of input in its dtype, of weight and bias in fp32.
 
-    In fp16 the gradients lack the factor ``ce`` (1 / count), under which the small ones would vanish.
+    ``kept`` is the buffer of a single chunk, which is left with the gradient of the logits. In fp16 the gradients lack
+    the factor ``ce`` (1 / count), under which the small ones would vanish.
     """
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap, linear_weight.shape[0])
     check_labels(target, terms)
@@ -194,9 +200,12 @@ def _tokens(
     dx = torch.empty((n, dim) if need_x else (0,), dtype=input.dtype, device=device)
     dw = make((terms.classes, dim) if need_weight else (0,), **f32)
     db = torch.zeros((terms.classes,) if need_bias else (0,), **f32)
-    step = chunk or _token_chunk(n, dim, terms.classes, dtype, device)
-    buffer = _buffer(min(step, n), terms.classes, dtype, device)
-    gradients = need_x or need_weight or need_bias
+    gradients = need_x or need_weight or need_bias or kept is not None
+    if kept is None:
+        step = chunk or _token_chunk(n, dim, terms.classes, dtype, device)
+        buffer = _buffer(min(step, n), terms.classes, dtype, device)
+    else:
+        step, buffer = max(n, 1), kept[:, : terms.classes]
     state = torch.empty(4, 0 if gradients else buffer.shape[0], **f32)
     with _no_autocast(device):
         for start in range(0, n, step):
@@ -219,9 +228,23 @@ def _tokens(
 
 
 def _fast(*args):
-    *inputs, dtype, need_x, need_weight, need_bias, chunk = args
-    loss, *gradients = _tokens(*inputs[:8], None, *inputs[8:], dtype, need_x, need_weight, need_bias, chunk)
-    return loss.sum(), *gradients
+    *inputs, dtype, need_x, need_weight, need_bias, defer, chunk = args
+    input, linear_weight = inputs[:2]
+    n = input.numel() // input.shape[-1]
+    kept = torch.empty((n, _padded(linear_weight.shape[0])) if defer else (0,), dtype=dtype, device=input.device)
+    needs = (need_x, need_weight and not defer, need_bias)
+    found = _tokens(*inputs[:8], None, *inputs[8:], dtype, *needs, chunk, kept if defer else None)
+    return found[0].sum(), *found[1:], kept
+
+
+def _fast_fake(input, linear_weight, *args):
+    *_, dtype, need_x, need_weight, need_bias, defer, _chunk = args
+    rows = (input.numel() // input.shape[-1], _padded(linear_weight.shape[0])) if defer else (0,)
+    return (
+        input.new_empty((), dtype=torch.float32),
+        *_gradients_fake(input, linear_weight, need_x, need_weight and not defer, need_bias, torch.float32),
+        input.new_empty(rows, dtype=dtype),
+    )
 
 
 def _gradients_fake(input, linear_weight, need_x, need_weight, need_bias, weight_dtype):
@@ -232,33 +255,47 @@ def _gradients_fake(input, linear_weight, need_x, need_weight, need_bias, weight
     )
 
 
-def _fast_fake(input, linear_weight, *args):
-    *_, need_x, need_weight, need_bias, _chunk = args
-    return (
-        input.new_empty((), dtype=torch.float32),
-        *_gradients_fake(input, linear_weight, need_x, need_weight, need_bias, torch.float32),
-    )
+def _head_gradient(kept, input, scale, classes, dtype):
+    x = _scale(input.reshape(-1, input.shape[-1]).contiguous(), scale, kept.dtype)
+    out = torch.empty(classes, x.shape[1], dtype=dtype, device=x.device)
+    with _no_autocast(x.device):
+        _product(kept[:, :classes].t(), x, out)
+    return out
+
+
+_head_gradient_op = register(
+    "linear_cross_entropy_head_gradient(Tensor kept, Tensor input, Tensor scale, SymInt classes, ScalarType dtype)"
+    " -> Tensor",
+    _head_gradient,
+    lambda kept, input, scale, classes, dtype: input.new_empty((classes, input.shape[-1]), dtype=dtype),
+    backward=no_second_derivative,
+)
 
 
 def _fast_setup(ctx, inputs, output):
     input, linear_weight, linear_bias = inputs[:3]
+    *_, dtype, _x, _weight, _bias, ctx.defer, _chunk = inputs
+    ctx.classes = linear_weight.shape[0]
     ctx.dtypes = (input.dtype, linear_weight.dtype, None if linear_bias is None else linear_bias.dtype)
-    deferred = inputs[12] == torch.float16
-    ctx.save_for_backward(*output[1:], inputs[5] if deferred else None)
+    ctx.save_for_backward(*output[1:], input if ctx.defer else None, inputs[5] if dtype == torch.float16 else None)
     # The saved gradients stay differentiable outputs: a second derivative then raises, and is not silently zero.
     ctx.set_materialize_grads(False)
 
 
 def _fast_backward(ctx, grad, *_):
     if grad is None:
-        return (None,) * 17
-    *saved, unit = ctx.saved_tensors
+        return (None,) * 18
+    *saved, kept, input, unit = ctx.saved_tensors
     scale = grad if unit is None else grad * unit
+    needs = list(ctx.needs_input_grad[:3])
+    needs[1] = needs[1] and not ctx.defer
     found = [
         _scale_op(tensor, scale, dtype) if needed else None
-        for tensor, dtype, needed in zip(saved, ctx.dtypes, ctx.needs_input_grad[:3], strict=True)
+        for tensor, dtype, needed in zip(saved, ctx.dtypes, needs, strict=True)
     ]
-    return (*found, *(None,) * 14)
+    if ctx.defer:
+        found[1] = _head_gradient_op(kept, input, scale, ctx.classes, ctx.dtypes[1])
+    return (*found, *(None,) * 15)
 
 
 _INPUTS = (
@@ -269,7 +306,8 @@ _TERMS = "int ignore_index, float label_smoothing, float z_loss, float softcap, 
 _NEEDS = "bool need_x, bool need_weight, bool need_bias"
 
 _fast_op = register(
-    f"linear_cross_entropy_fast({_INPUTS}, {_TERMS}, {_NEEDS}, int chunk) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"linear_cross_entropy_fast({_INPUTS}, {_TERMS}, {_NEEDS}, bool defer, int chunk) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fast,
     _fast_fake,
     setup_context=_fast_setup,
@@ -394,6 +432,19 @@ _rows_op = register(
 )
 
 
+def _defers(input: torch.Tensor, linear_weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether one chunk holds all tokens, and its gradient is smaller than the fp32 gradient of the weight.
+
+    Then that gradient is kept and the weight's product waits for the backward, which writes it once in its own dtype:
+    a few hundred tokens need not pay for an fp32 (V, D). The incoming gradient goes into ``input``, so not in fp16,
+    where it might vanish.
+    """
+    classes, dim = linear_weight.shape
+    n = input.numel() // dim
+    small = n * dtype.itemsize <= 4 * dim and n * classes * dtype.itemsize <= FAST_BUFFER
+    return small and dtype != torch.float16 and (input.is_cuda or n * classes <= CPU_ELEMENTS)
+
+
 # --- Public ---------------------------------------------------------------------------------------------------------
 
 
@@ -483,4 +534,4 @@ def linear_cross_entropy(
         return loss if reduction == "none" else loss.sum()
     grad = torch.is_grad_enabled()
     needs = [grad and t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)]
-    return _fast_op(*inputs, *needs, 0)[0]
+    return _fast_op(*inputs, *needs, needs[1] and _defers(input, linear_weight, dtype), 0)[0]

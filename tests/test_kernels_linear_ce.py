@@ -65,10 +65,13 @@ def agree(tensors, target, tolerance=5e-6, upstream=None, memory="fast", **optio
     assert all(g.dtype == t.dtype for g, t in zip(ours[1:], tensors, strict=True))
 
 
-@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize(("memory", "elements"), [("fast", 2**20), ("fast", 400), ("lean", 400)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("softcap", "smoothing", "z_loss", "ignored", "reduction", "weighted"), GRID)
-def test_all_options_together(memory, bias, softcap, smoothing, z_loss, ignored, reduction, weighted):
+def test_all_options_together(
+    memory, elements, bias, softcap, smoothing, z_loss, ignored, reduction, weighted, monkeypatch
+):
+    monkeypatch.setattr(MODULE, "CPU_ELEMENTS", elements)  # one chunk; four of tokens; four of the vocabulary
     x, head, target = problem(ignored=ignored)
     tensors = (x, head, torch.randn(101)) if bias else (x, head)
     upstream = torch.randn(13) if reduction == "none" else torch.tensor(0.3)
@@ -98,7 +101,7 @@ def by_chunks(tensors, target, chunk):
     one = torch.ones((), device=target.device)
     needs = (True, True, False)
     constants = (-100, 0.0, 0.0, 0.0, leaves[0].dtype)
-    loss = _fast_op(*leaves, None, target, None, one, one, one, *constants, *needs, chunk)[0]
+    loss = _fast_op(*leaves, None, target, None, one, one, one, *constants, *needs, False, chunk)[0]
     loss.backward()
     return [loss.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -135,14 +138,17 @@ def test_uneven_micro_batches_add_up_to_the_full_batch(memory):
         assert (a - b).abs().max() <= 3e-6 * b.abs().max()
 
 
-def test_the_incoming_gradient_is_applied_in_fp32():
-    x, head, target = problem(4, 8, 9, dtype=torch.bfloat16)
+@pytest.mark.parametrize("elements", [2**20, 1600])
+def test_the_incoming_gradient_is_applied_in_fp32(elements, monkeypatch):
+    monkeypatch.setattr(MODULE, "CPU_ELEMENTS", elements)  # one chunk, four chunks
+    x, head, target = problem(64, 32, 100, dtype=torch.bfloat16)
     plain, scaled = (
-        gradients(linear_cross_entropy, (x, head), target, torch.tensor(g), reduction="sum")[2] for g in (1.0, 1 / 28)
+        gradients(linear_cross_entropy, (x, head), target, torch.tensor(g), reduction="sum") for g in (1.0, 1 / 28)
     )
-    # 1/28 is no bf16 number: rounding it first would move every entry by the same 0.1 %
-    mean_ratio = (scaled.double() / (plain.double() / 28))[plain != 0].mean()
-    assert abs(mean_ratio - 1) < 5e-4
+    for a, b in zip(plain[1:], scaled[1:], strict=True):
+        # 1/28 is no bf16 number: rounding it first would move every entry by the same 0.15 %
+        ratio = (b.double() / (a.double() / 28))[a != 0]
+        assert abs(ratio.mean() - 1) < 5e-4
 
 
 @pytest.mark.parametrize("memory", MODES)
@@ -249,7 +255,7 @@ def test_autocast(memory, bias, x_dtype, head_dtype):
 def test_compile_without_graph_breaks_or_recompilation(memory):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    x, head, _ = problem(33)
+    x, head, _ = problem(33, 64)
     compiled = torch.compile(
         lambda x, head, target: linear_cross_entropy(x, head, target, memory=memory),
         fullgraph=True,
@@ -318,14 +324,6 @@ def test_slices_carry_the_statistics(monkeypatch):
     monkeypatch.setattr(MODULE, "CPU_ELEMENTS", 3 * 30)  # three slices of 30 classes
     x, head, target = problem(3, 8, 77, ignored="none")
     agree((x, head), target, 1e-5, memory="lean", label_smoothing=0.1, softcap=20.0)
-
-
-@pytest.mark.parametrize("elements", [13, 13 * 7, 13 * 100])
-def test_slices_of_the_vocabulary_do_not_change_the_result(elements, monkeypatch):
-    monkeypatch.setattr(MODULE, "CPU_ELEMENTS", elements)
-    x, head, target = problem()
-    weight = torch.rand(101)
-    agree((x, head, torch.randn(101)), target, memory="lean", label_smoothing=0.1, softcap=20.0, weight=weight)
 
 
 # --- On a GPU
