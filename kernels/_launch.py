@@ -20,6 +20,20 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
+def in_vectors(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a contiguous copy where its strides or address would change how wide the kernel's loads are.
+
+    For kernels with reductions: with loads of another width they would add in another order, and the result would not
+    have the bits that a contiguous tensor gives.
+    """
+    if tensor.shape[-1] % 16:  # contiguous rows of odd length are read element by element
+        return tensor.contiguous()
+    *outer, inner = tensor.stride()
+    if inner == 1 and tensor.data_ptr() % 16 == 0 and not any(stride % 16 for stride in outer):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def multiprocessors(device: torch.device) -> int:
     """How many multiprocessors a persistent grid has to fill (two in the interpreter: more than one row range)."""
     return _multiprocessors(device.index) if device.type == "cuda" else 2

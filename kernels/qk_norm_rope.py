@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from ligermodels.kernels._dispatch import register, tl, triton, use_triton
-from ligermodels.kernels._launch import multiprocessors, no_second_derivative, on_device_of, power_of_two
+from ligermodels.kernels._launch import in_vectors, multiprocessors, no_second_derivative, on_device_of, power_of_two
 from ligermodels.kernels.rms_norm import check_norm, sum_rows, unrounded_norm
 from ligermodels.kernels.rope import check_rope, rope_reference, tables
 
@@ -54,10 +54,9 @@ def _columns(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_HALF: tl.const
 
 
 @triton.jit
-def _load_heads(ptr, heads, head_stride, cols, col_stride, inside, HEADS: tl.constexpr):
+def _load_heads(ptr, heads, head_stride, cols, inside, HEADS: tl.constexpr):
     mask = (heads < HEADS)[:, None] & inside[None, :]
-    offsets = (heads * head_stride)[:, None] + (cols.to(tl.int64) * col_stride)[None, :]
-    return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(ptr + (heads * head_stride)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -90,7 +89,7 @@ def _scaled(x, rstd, weight, dtype: tl.constexpr, ROUND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seq"])
 def _forward_kernel(
-    x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, seq, batch_stride, seq_stride, head_stride, col_stride,
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, seq, batch_stride, seq_stride, head_stride,
     table_batch, table_seq, table_col, eps, offset,
     HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     ROUND: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
@@ -113,9 +112,9 @@ def _forward_kernel(
     dtype = x_ptr.dtype.element_ty
     for start in range(0, HEADS, BLOCK_H):
         heads = start + tl.arange(0, BLOCK_H).to(tl.int64)
-        a = _load_heads(x_ptr, heads, head_stride, first, col_stride, turned, HEADS)
-        b = _load_heads(x_ptr, heads, head_stride, second, col_stride, turned, HEADS)
-        c = _load_heads(x_ptr, heads, head_stride, rest, col_stride, kept, HEADS)
+        a = _load_heads(x_ptr, heads, head_stride, first, turned, HEADS)
+        b = _load_heads(x_ptr, heads, head_stride, second, turned, HEADS)
+        c = _load_heads(x_ptr, heads, head_stride, rest, kept, HEADS)
         rstd = _inverse_rms(a, b, c, eps, D)
         a = _scaled(a, rstd, weight_a, dtype, ROUND)
         b = _scaled(b, rstd, weight_b, dtype, ROUND)
@@ -128,7 +127,7 @@ def _forward_kernel(
 @triton.jit(do_not_specialize=["seq", "tokens"])
 def _backward_kernel(
     dout_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, partial_ptr, seq, tokens,
-    dout_batch, dout_seq, dout_head, dout_col, batch_stride, seq_stride, head_stride, col_stride,
+    dout_batch, dout_seq, dout_head, batch_stride, seq_stride, head_stride,
     table_batch, table_seq, table_col, eps, offset,
     HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
@@ -156,12 +155,12 @@ def _backward_kernel(
         dx_token = dx_ptr + token * HEADS * D
         for start in range(0, HEADS, BLOCK_H):
             heads = start + tl.arange(0, BLOCK_H).to(tl.int64)
-            a = _load_heads(x_token, heads, head_stride, first, col_stride, turned, HEADS)
-            b = _load_heads(x_token, heads, head_stride, second, col_stride, turned, HEADS)
-            c = _load_heads(x_token, heads, head_stride, rest, col_stride, kept, HEADS)
-            da = _load_heads(dout_token, heads, dout_head, first, dout_col, turned, HEADS)
-            db = _load_heads(dout_token, heads, dout_head, second, dout_col, turned, HEADS)
-            dc = _load_heads(dout_token, heads, dout_head, rest, dout_col, kept, HEADS)
+            a = _load_heads(x_token, heads, head_stride, first, turned, HEADS)
+            b = _load_heads(x_token, heads, head_stride, second, turned, HEADS)
+            c = _load_heads(x_token, heads, head_stride, rest, kept, HEADS)
+            da = _load_heads(dout_token, heads, dout_head, first, turned, HEADS)
+            db = _load_heads(dout_token, heads, dout_head, second, turned, HEADS)
+            dc = _load_heads(dout_token, heads, dout_head, rest, kept, HEADS)
             rstd = _inverse_rms(a, b, c, eps, D)
             a *= rstd
             b *= rstd
@@ -207,10 +206,11 @@ def _head_norm_rope(
 ) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
+        x = in_vectors(x)
         cos, sin, table_strides = tables(cos, sin)
         with on_device_of(x):
             _forward_kernel[(x.shape[0] * x.shape[1],)](
-                x, weight if weight is not None else x, cos, sin, out, x.shape[1], *x.stride(), *table_strides,
+                x, weight if weight is not None else x, cos, sin, out, x.shape[1], *x.stride()[:3], *table_strides,
                 eps, offset, ROUND=llama and weight is not None, **_constants(x, cos, weight, interleaved), num_warps=4,
             )  # fmt: skip
     return out
@@ -229,6 +229,7 @@ def _head_norm_rope_backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel() == 0:
         return dx, dx.new_empty(0) if weight is None else torch.zeros_like(weight)
+    dout, x = in_vectors(dout), in_vectors(x)
     cos, sin, table_strides = tables(cos, sin)
     tokens = x.shape[0] * x.shape[1]
     programs = min(tokens, 3 * multiprocessors(x.device))  # what 170 registers a thread leave room for
@@ -236,7 +237,7 @@ def _head_norm_rope_backward(
     with on_device_of(x):
         _backward_kernel[(programs,)](
             dout, x, weight if weight is not None else x, cos, sin, dx, partial, x.shape[1], tokens,
-            *dout.stride(), *x.stride(), *table_strides, eps, offset, **_constants(x, cos, weight, interleaved),
+            *dout.stride()[:3], *x.stride()[:3], *table_strides, eps, offset, **_constants(x, cos, weight, interleaved),
             num_warps=4,
         )  # fmt: skip
         return dx, dx.new_empty(0) if weight is None else sum_rows(partial, weight.dtype)

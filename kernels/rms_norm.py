@@ -25,7 +25,14 @@ import torch
 
 from ligermodels.errors import LigerError
 from ligermodels.kernels._dispatch import register, tl, triton, use_triton
-from ligermodels.kernels._launch import as_rows, multiprocessors, no_second_derivative, on_device_of, power_of_two
+from ligermodels.kernels._launch import (
+    as_rows,
+    in_vectors,
+    multiprocessors,
+    no_second_derivative,
+    on_device_of,
+    power_of_two,
+)
 
 _CASTINGS = ("llama", "gemma", "none")
 _MAX_BLOCK = 16384  # longer rows are walked in blocks of this size
@@ -75,7 +82,7 @@ def _inverse_rms(sum_of_squares, n_cols, eps):
 @triton.jit(do_not_specialize=["n_rows"])
 def _forward_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr,
-    n_rows, n_cols, x_row, x_col, residual_row, residual_col, eps, offset,
+    n_rows, n_cols, x_row, residual_row, eps, offset,
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -83,9 +90,9 @@ def _forward_kernel(
     cols = tl.arange(0, BLOCK)
     mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
     out = rows[:, None] * n_cols + cols[None, :]
-    x = tl.load(x_ptr + rows[:, None] * x_row + (cols.to(tl.int64) * x_col)[None, :], mask=mask, other=0.0)
+    x = tl.load(x_ptr + rows[:, None] * x_row + cols[None, :], mask=mask, other=0.0)
     if HAS_RESIDUAL:
-        residual = residual_ptr + rows[:, None] * residual_row + (cols.to(tl.int64) * residual_col)[None, :]
+        residual = residual_ptr + rows[:, None] * residual_row + cols[None, :]
         x = (x.to(tl.float32) + tl.load(residual, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
         tl.store(total_ptr + out, x, mask=mask)
     x = x.to(tl.float32)
@@ -103,7 +110,7 @@ def _forward_kernel(
 @triton.jit
 def _forward_long_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr,
-    n_cols, x_row, x_col, residual_row, residual_col, eps, offset,
+    n_cols, x_row, residual_row, eps, offset,
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -111,9 +118,9 @@ def _forward_long_kernel(
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK).to(tl.int64)
         mask = cols < n_cols
-        x = tl.load(x_ptr + row * x_row + cols * x_col, mask=mask, other=0.0)
+        x = tl.load(x_ptr + row * x_row + cols, mask=mask, other=0.0)
         if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + row * residual_row + cols * residual_col, mask=mask, other=0.0)
+            residual = tl.load(residual_ptr + row * residual_row + cols, mask=mask, other=0.0)
             x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
             tl.store(total_ptr + row * n_cols + cols, x, mask=mask)
         squares += x.to(tl.float32) * x.to(tl.float32)
@@ -122,9 +129,9 @@ def _forward_long_kernel(
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK).to(tl.int64)
         mask = cols < n_cols
-        x = tl.load(x_ptr + row * x_row + cols * x_col, mask=mask, other=0.0)
+        x = tl.load(x_ptr + row * x_row + cols, mask=mask, other=0.0)
         if HAS_RESIDUAL:  # added again: what this program stored above need not be visible to all its threads yet
-            residual = tl.load(residual_ptr + row * residual_row + cols * residual_col, mask=mask, other=0.0)
+            residual = tl.load(residual_ptr + row * residual_row + cols, mask=mask, other=0.0)
             x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         y = x.to(tl.float32) * rstd
         if HAS_WEIGHT:
@@ -145,7 +152,7 @@ def _inside(rows, n_rows, col_mask, FULL: tl.constexpr):
 @triton.jit(do_not_specialize=["n_rows"])
 def _backward_kernel(
     dy_ptr, x_ptr, rstd_ptr, weight_ptr, dtotal_ptr, dx_ptr, partial_ptr,
-    n_rows, n_cols, dy_row, dy_col, x_row, x_col, dtotal_row, dtotal_col, offset,
+    n_rows, n_cols, dy_row, x_row, dtotal_row, offset,
     HAS_WEIGHT: tl.constexpr, HAS_DTOTAL: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
     PREFETCH: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -153,9 +160,9 @@ def _backward_kernel(
     step = tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
     col_mask = cols < n_cols
-    dy_ptr += (cols.to(tl.int64) * dy_col)[None, :]
-    x_ptr += (cols.to(tl.int64) * x_col)[None, :]
-    dtotal_ptr += (cols.to(tl.int64) * dtotal_col)[None, :]
+    dy_ptr += cols[None, :]
+    x_ptr += cols[None, :]
+    dtotal_ptr += cols[None, :]
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + cols[None, :], mask=col_mask[None, :], other=0.0)
@@ -210,7 +217,7 @@ def _backward_kernel(
 @triton.jit
 def _backward_long_dx_kernel(
     dy_ptr, x_ptr, rstd_ptr, weight_ptr, dtotal_ptr, dx_ptr,
-    n_cols, dy_row, dy_col, x_row, x_col, dtotal_row, dtotal_col, offset,
+    n_cols, dy_row, x_row, dtotal_row, offset,
     HAS_WEIGHT: tl.constexpr, HAS_DTOTAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -219,8 +226,8 @@ def _backward_long_dx_kernel(
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK).to(tl.int64)
         mask = cols < n_cols
-        grad = tl.load(dy_ptr + row * dy_row + cols * dy_col, mask=mask, other=0.0).to(tl.float32)
-        normed = tl.load(x_ptr + row * x_row + cols * x_col, mask=mask, other=0.0).to(tl.float32) * rstd
+        grad = tl.load(dy_ptr + row * dy_row + cols, mask=mask, other=0.0).to(tl.float32)
+        normed = tl.load(x_ptr + row * x_row + cols, mask=mask, other=0.0).to(tl.float32) * rstd
         if HAS_WEIGHT:
             grad *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32) + offset
         products += grad * normed
@@ -228,20 +235,20 @@ def _backward_long_dx_kernel(
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK).to(tl.int64)
         mask = cols < n_cols
-        grad = tl.load(dy_ptr + row * dy_row + cols * dy_col, mask=mask, other=0.0).to(tl.float32)
-        normed = tl.load(x_ptr + row * x_row + cols * x_col, mask=mask, other=0.0).to(tl.float32) * rstd
+        grad = tl.load(dy_ptr + row * dy_row + cols, mask=mask, other=0.0).to(tl.float32)
+        normed = tl.load(x_ptr + row * x_row + cols, mask=mask, other=0.0).to(tl.float32) * rstd
         if HAS_WEIGHT:
             grad *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32) + offset
         dx = (grad - normed * projection) * rstd
         if HAS_DTOTAL:
-            dtotal = tl.load(dtotal_ptr + row * dtotal_row + cols * dtotal_col, mask=mask, other=0.0)
+            dtotal = tl.load(dtotal_ptr + row * dtotal_row + cols, mask=mask, other=0.0)
             dx += dtotal.to(tl.float32)
         tl.store(dx_ptr + row * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _backward_long_dw_kernel(
-    dy_ptr, x_ptr, rstd_ptr, partial_ptr, n_rows, n_cols, dy_row, dy_col, x_row, x_col,
+    dy_ptr, x_ptr, rstd_ptr, partial_ptr, n_rows, n_cols, dy_row, x_row,
     CHUNKS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     # program (chunk, tile) sums the tiles of rows chunk, chunk + CHUNKS, … of one strip of columns
@@ -251,8 +258,8 @@ def _backward_long_dw_kernel(
     for tile in range(chunk, tl.cdiv(n_rows, ROWS), CHUNKS):
         rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
-        dy = tl.load(dy_ptr + rows[:, None] * dy_row + (cols * dy_col)[None, :], mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + rows[:, None] * x_row + (cols * x_col)[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + rows[:, None] * dy_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + rows[:, None] * x_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
         dweight += dy * (x * rstd[:, None])
     tl.store(partial_ptr + chunk * n_cols + cols, tl.sum(dweight, axis=0), mask=cols < n_cols)
@@ -288,10 +295,10 @@ def _launch_forward(x, residual, weight, eps, offset, llama):
     rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
     if y.numel() == 0:
         return y, total, rstd
-    x = as_rows(x)
-    residual_rows = x if residual is None else as_rows(residual)
+    x = in_vectors(as_rows(x))
+    residual_rows = x if residual is None else in_vectors(as_rows(residual))
     tensors = (x, residual_rows, weight if weight is not None else x, y, total if total is not None else y, rstd)
-    scalars = (n_cols, *x.stride(), *residual_rows.stride(), eps, offset)
+    scalars = (n_cols, x.stride(0), residual_rows.stride(0), eps, offset)
     flags = {"HAS_RESIDUAL": residual is not None, "HAS_WEIGHT": weight is not None, "ROUND": llama}
     block = power_of_two(n_cols)
     with on_device_of(x):
@@ -332,8 +339,8 @@ def _rms_norm_backward(
     if n_rows == 0 or n_cols == 0:
         dw = torch.zeros(n_cols, dtype=weight.dtype, device=x.device) if need_dw else dx.new_empty(0)
         return dx, dw
-    dy, x = as_rows(dy), as_rows(x)
-    dtotal_rows = dy if dtotal is None else as_rows(dtotal)
+    dy, x = in_vectors(as_rows(dy)), in_vectors(as_rows(x))
+    dtotal_rows = dy if dtotal is None else in_vectors(as_rows(dtotal))
     weight_or_x = weight if weight is not None else x
     flags = {"HAS_WEIGHT": weight is not None, "HAS_DTOTAL": dtotal is not None}
     block = power_of_two(n_cols)
@@ -342,12 +349,12 @@ def _rms_norm_backward(
             if need_dx:
                 _backward_long_dx_kernel[(n_rows,)](
                     dy, x, rstd, weight_or_x, dtotal_rows, dx, n_cols,
-                    *dy.stride(), *x.stride(), *dtotal_rows.stride(), offset, **flags, BLOCK=_MAX_BLOCK, num_warps=16,
+                    dy.stride(0), x.stride(0), dtotal_rows.stride(0), offset, **flags, BLOCK=_MAX_BLOCK, num_warps=16,
                 )  # fmt: skip
             if need_dw:
                 partial = torch.empty(32, n_cols, dtype=torch.float32, device=x.device)
                 _backward_long_dw_kernel[(32 * triton.cdiv(n_cols, 128),)](
-                    dy, x, rstd, partial, n_rows, n_cols, *dy.stride(), *x.stride(), CHUNKS=32, ROWS=32, COLS=128
+                    dy, x, rstd, partial, n_rows, n_cols, dy.stride(0), x.stride(0), CHUNKS=32, ROWS=32, COLS=128
                 )
         else:
             rows, warps, per_multiprocessor = _backward_shape(block)
@@ -355,7 +362,7 @@ def _rms_norm_backward(
             partial = torch.empty(programs if need_dw else 0, n_cols, dtype=torch.float32, device=x.device)
             _backward_kernel[(programs,)](
                 dy, x, rstd, weight_or_x, dtotal_rows, dx, partial, n_rows, n_cols,
-                *dy.stride(), *x.stride(), *dtotal_rows.stride(), offset, **flags, NEED_DX=need_dx, NEED_DW=need_dw,
+                dy.stride(0), x.stride(0), dtotal_rows.stride(0), offset, **flags, NEED_DX=need_dx, NEED_DW=need_dw,
                 PREFETCH=warps <= 16 and x.element_size() == 2, FULL=block == n_cols, ROWS=rows, BLOCK=block,
                 num_warps=warps,
             )  # fmt: skip

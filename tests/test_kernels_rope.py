@@ -145,10 +145,11 @@ def tiles(request, monkeypatch):
 
 
 @LAYOUTS
+@pytest.mark.parametrize("dim", [10, 16])
 @pytest.mark.parametrize("device", FUSED_DEVICES)
-def test_strides(device, interleaved, tiles):
-    q, k = heads(5, 3, 10, torch.float32, device, batch=3)
-    w = tensor(10, like=(torch.float32, device), grad=False)
+def test_strides(device, interleaved, dim, tiles):
+    q, k = heads(5, 3, dim, torch.float32, device, batch=3)
+    w = tensor(dim, like=(torch.float32, device), grad=False)
     cos, sin = (t.expand(3, -1, -1) for t in angles(1, 3, 4, device))
     check_strides(lambda q, k: rope(q, k, cos, sin, interleaved=interleaved), (q, k))
     check_strides(lambda q, k: rope(q, k, cos.mT.contiguous().mT, sin, interleaved=interleaved), (q, k))
