@@ -22,10 +22,13 @@ from ligermodels.errors import LigerError
 from ligermodels.kernels._dispatch import INTERPRETED, register, tl, triton, use_triton
 from ligermodels.kernels._launch import as_rows, no_second_derivative, on_device_of, power_of_two
 
-try:
-    from triton.language.extra import libdevice
-except ImportError:  # no triton: the kernels below are never run
-    libdevice = None
+if INTERPRETED:
+    libdevice = tl  # the interpreter computes with numpy, whose exponential is exact enough
+else:
+    try:
+        from triton.language.extra import libdevice
+    except ImportError:  # no triton: the kernels below are never run
+        libdevice = None
 
 _SILU, _GELU_TANH, _GELU_ERF = 0, 1, 2
 _BLOCK = 2048
@@ -58,24 +61,29 @@ def _exp(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid(x, PRECISE: tl.constexpr):
+def _sigmoids(x, PRECISE: tl.constexpr):
+    """σ(x) and σ(−x). The difference 1 − σ(x) has lost its digits where σ(x) is near 1: seen in fp32 only."""
     if PRECISE:
-        return tl.div_rn(1.0, 1.0 + _exp(-x, PRECISE))
+        small = libdevice.exp(-tl.abs(x))
+        large = tl.div_rn(1.0, 1.0 + small)
+        small *= large
+        return tl.where(x < 0, small, large), tl.where(x < 0, large, small)
     else:
-        return 1.0 / (1.0 + _exp(-x, PRECISE))
+        sigmoid = 1.0 / (1.0 + tl.exp(-x))
+        return sigmoid, 1.0 - sigmoid
 
 
 @triton.jit
 def _activation(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
     """act(x) and act'(x), fp32. The compiler drops what is not used."""
     if ACT == 0:
-        sigmoid = _sigmoid(x, PRECISE)
+        sigmoid, complement = _sigmoids(x, PRECISE)
         value = x * sigmoid
-        slope = sigmoid * (1.0 + x * (1.0 - sigmoid))
+        slope = sigmoid + value * complement
     elif ACT == 1:
-        sigmoid = _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x), PRECISE)  # 2·√(2/π)
+        sigmoid, complement = _sigmoids(1.5957691216057308 * (x + 0.044715 * x * x * x), PRECISE)  # 2·√(2/π)
         value = x * sigmoid
-        slope = sigmoid + value * (1.0 - sigmoid) * (1.5957691216057308 + 0.21406447300642 * x * x)
+        slope = sigmoid + value * complement * (1.5957691216057308 + 0.21406447300642 * x * x)
     else:
         phi = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         value = x * phi
@@ -130,7 +138,7 @@ def _launch(kernel, rows: torch.Tensor, *arguments, **flags) -> None:
     block = min(_BLOCK, max(power_of_two(rows.shape[1]), 128))
     with on_device_of(rows):
         kernel[(rows.shape[0] * triton.cdiv(rows.shape[1], block),)](
-            *arguments, **flags, PRECISE=rows.dtype == torch.float32 and not INTERPRETED, BLOCK=block,
+            *arguments, **flags, PRECISE=rows.dtype == torch.float32, BLOCK=block,
             num_warps=max(block // 512, 1),
         )  # fmt: skip
 

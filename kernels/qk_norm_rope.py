@@ -18,7 +18,7 @@ import torch
 from ligermodels.kernels._dispatch import register, tl, triton, use_triton
 from ligermodels.kernels._launch import in_vectors, multiprocessors, no_second_derivative, on_device_of, power_of_two
 from ligermodels.kernels.rms_norm import check_norm, sum_rows, unrounded_norm
-from ligermodels.kernels.rope import check_rope, rope_reference, tables
+from ligermodels.kernels.rope import check_rope, rope_reference, rotate_pairs, tables
 
 _MAX_TILE = 4096  # elements of one tile of heads
 
@@ -76,7 +76,7 @@ def _load_weight(ptr, cols, inside, offset, HAS_WEIGHT: tl.constexpr):
 @triton.jit
 def _inverse_rms(a, b, c, eps, D: tl.constexpr):
     squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1) + tl.sum(c * c, axis=1)
-    return tl.div_rn(1.0, tl.sqrt_rn(squares / D + eps))[:, None]
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, D * 1.0) + eps))[:, None]
 
 
 @triton.jit
@@ -119,8 +119,9 @@ def _forward_kernel(
         a = _scaled(a, rstd, weight_a, dtype, ROUND)
         b = _scaled(b, rstd, weight_b, dtype, ROUND)
         c = _scaled(c, rstd, weight_c, dtype, ROUND)
-        _store_heads(out_ptr, heads, first, turned, a * cos - b * sin, HEADS, D)
-        _store_heads(out_ptr, heads, second, turned, b * cos + a * sin, HEADS, D)
+        a, b = rotate_pairs(a, b, cos, sin)
+        _store_heads(out_ptr, heads, first, turned, a, HEADS, D)
+        _store_heads(out_ptr, heads, second, turned, b, HEADS, D)
         _store_heads(out_ptr, heads, rest, kept, c, HEADS, D)
 
 
@@ -165,8 +166,7 @@ def _backward_kernel(
             a *= rstd
             b *= rstd
             c *= rstd
-            back_a = da * cos + db * sin
-            back_b = db * cos - da * sin
+            back_a, back_b = rotate_pairs(da, db, cos, -sin)
             dweight_a += back_a * a
             dweight_b += back_b * b
             dweight_c += dc * c
@@ -174,7 +174,7 @@ def _backward_kernel(
             back_b *= weight_b[None, :]
             back_c = dc * weight_c[None, :]
             products = tl.sum(back_a * a, axis=1) + tl.sum(back_b * b, axis=1) + tl.sum(back_c * c, axis=1)
-            projection = (products / D)[:, None]
+            projection = tl.div_rn(products, D * 1.0)[:, None]
             _store_heads(dx_token, heads, first, turned, (back_a - a * projection) * rstd, HEADS, D)
             _store_heads(dx_token, heads, second, turned, (back_b - b * projection) * rstd, HEADS, D)
             _store_heads(dx_token, heads, rest, kept, (back_c - c * projection) * rstd, HEADS, D)

@@ -74,9 +74,14 @@ def add_rms_norm_reference(
 
 
 @triton.jit
+def _mean(total, n_cols):
+    return tl.div_rn(total, n_cols * 1.0)  # `/` is off by up to two units in the last place
+
+
+@triton.jit
 def _inverse_rms(sum_of_squares, n_cols, eps):
     # correctly rounded, unlike rsqrt: one value a row, so it costs nothing and every element profits
-    return tl.div_rn(1.0, tl.sqrt_rn(sum_of_squares / n_cols + eps))
+    return tl.div_rn(1.0, tl.sqrt_rn(_mean(sum_of_squares, n_cols) + eps))
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -198,7 +203,7 @@ def _backward_kernel(
         if NEED_DX:
             if HAS_WEIGHT:
                 grad *= weight.to(tl.float32) + offset
-            projection = tl.sum(grad * normed, axis=1) / n_cols
+            projection = _mean(tl.sum(grad * normed, axis=1), n_cols)
             dx = (grad - normed * projection[:, None]) * rstd[:, None]
             if HAS_DTOTAL:
                 dx += dtotal.to(tl.float32)
@@ -231,7 +236,7 @@ def _backward_long_dx_kernel(
         if HAS_WEIGHT:
             grad *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32) + offset
         products += grad * normed
-    projection = tl.sum(products, axis=0) / n_cols
+    projection = _mean(tl.sum(products, axis=0), n_cols)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK).to(tl.int64)
         mask = cols < n_cols

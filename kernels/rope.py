@@ -44,6 +44,12 @@ def rope_reference(
 
 
 @triton.jit
+def rotate_pairs(a, b, cos, sin):
+    # fused by hand: which product the compiler leaves unrounded could otherwise change with the strides it is given
+    return tl.fma(a, cos, b * -sin), tl.fma(b, cos, a * sin)
+
+
+@triton.jit
 def _rotate_heads(
     x_ptr, y_ptr, x_head, x_col, cos, sin,
     HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -51,8 +57,8 @@ def _rotate_heads(
 ):  # fmt: skip
     """Rotate the HEADS heads of one token, BLOCK_H at a time; y is contiguous, (HEADS, D)."""
     pairs = tl.arange(0, BLOCK_HALF)
-    for first in range(0, HEADS, BLOCK_H):
-        heads = first + tl.arange(0, BLOCK_H).to(tl.int64)
+    for start in range(0, HEADS, BLOCK_H):
+        heads = start + tl.arange(0, BLOCK_H).to(tl.int64)
         x_rows = x_ptr + (heads * x_head)[:, None]
         y_rows = y_ptr + (heads * D)[:, None]
         if INTERLEAVED:
@@ -60,8 +66,8 @@ def _rotate_heads(
             mask = (heads < HEADS)[:, None] & (cols < 2 * HALF)[None, :]
             x = tl.load(x_rows + (cols.to(tl.int64) * x_col)[None, :], mask=mask, other=0.0).to(tl.float32)
             a, b = tl.split(tl.reshape(x, (BLOCK_H, BLOCK_HALF, 2)))
-            turned = tl.join(a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :])
-            y = tl.reshape(turned, (BLOCK_H, 2 * BLOCK_HALF))
+            first, second = rotate_pairs(a, b, cos[None, :], sin[None, :])
+            y = tl.reshape(tl.join(first, second), (BLOCK_H, 2 * BLOCK_HALF))
             tl.store(y_rows + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
         else:
             mask = (heads < HEADS)[:, None] & (pairs < HALF)[None, :]
@@ -69,9 +75,9 @@ def _rotate_heads(
             high = ((pairs.to(tl.int64) + HALF) * x_col)[None, :]
             a = tl.load(x_rows + low, mask=mask, other=0.0).to(tl.float32)
             b = tl.load(x_rows + high, mask=mask, other=0.0).to(tl.float32)
-            tl.store(y_rows + pairs[None, :], (a * cos[None, :] - b * sin[None, :]).to(y_ptr.dtype.element_ty), mask)
-            second = (b * cos[None, :] + a * sin[None, :]).to(y_ptr.dtype.element_ty)
-            tl.store(y_rows + (pairs + HALF)[None, :], second, mask=mask)
+            first, second = rotate_pairs(a, b, cos[None, :], sin[None, :])
+            tl.store(y_rows + pairs[None, :], first.to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(y_rows + (pairs + HALF)[None, :], second.to(y_ptr.dtype.element_ty), mask=mask)
         if 2 * HALF < D:
             rest = 2 * HALF + tl.arange(0, BLOCK_REST)
             mask = (heads < HEADS)[:, None] & (rest < D)[None, :]

@@ -25,6 +25,10 @@ FUSED_DEVICES = [INTERPRETER, CUDA]
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 # and it sums in numpy's order, whose error in fp32 is not the hardware's
 FLOOR = 2**-21 if INTERPRETED else 2**-24
+# The fp32 errors of a few values are luck, ours and eager's: where a result has fewer than MANY, it may be off by
+# 1.25 · 2^-22 of its root mean square (about two units in the last place; a gradient is a difference of larger terms).
+# The rule without this allowance is kept by the real sizes on the GPU.
+MANY, FEW_FLOOR = 1000, 2**-22
 
 
 def tensor(*shape: int, like: tuple = (torch.float32, "cpu"), seed: int = 0, grad: bool = True) -> torch.Tensor:
@@ -66,11 +70,12 @@ def check_exact(function, eager, exact, inputs) -> None:
             (b.double() - t).abs(),
             (t.to(a.dtype).double() - t).abs(),
         )
+        floor = FLOOR if t.numel() >= MANY else max(FLOOR, FEW_FLOOR)
         measures = {"rms": (_rms, 1.25), "max": (torch.max, 1.25 if a.dtype != torch.float32 else 2.0)}
         if t.numel() < 100:  # the largest of a few errors is luck
             del measures["max"]
         for name, (measure, factor) in measures.items():
-            bound = factor * max(measure(eager_error), measure(rounding), FLOOR * measure(t.abs()))
+            bound = factor * max(measure(eager_error), measure(rounding), floor * measure(t.abs()))
             assert measure(error) <= bound, f"result {i}: {name} error {measure(error):.3g} > {bound:.3g}"
 
 

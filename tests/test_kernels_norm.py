@@ -84,7 +84,7 @@ def test_add_rms_norm_and_its_gradients_are_as_exact_as_eager(device, dtype, blo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(4099, 896), (1000, 4096), (300, 5001), (70, 16384), (33, 20001)], ids=str)
+@pytest.mark.parametrize("shape", [(4099, 896), (1000, 4096), (300, 5001), (70, 16384), (133, 20001)], ids=str)
 def test_real_sizes_on_the_gpu(shape, dtype):
     x, w = tensor(*shape, like=(dtype, "cuda")), tensor(shape[-1], like=(dtype, "cuda"))
     check_exact(norm(), llama, exact(0.0), (x, w))
