@@ -9,10 +9,14 @@ import torch
 
 from ligermodels.errors import LigerError
 
+_NOTHING = contextlib.nullcontext()
+
 
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device_of(tensor) if tensor.is_cuda else contextlib.nullcontext()
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.get_device())
+    return _NOTHING
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -87,28 +87,27 @@ def _scaled(x, rstd, weight, dtype: tl.constexpr, ROUND: tl.constexpr):
     return x * weight[None, :]
 
 
-@triton.jit(do_not_specialize=["seq"])
-def _forward_kernel(
-    x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, seq, batch_stride, seq_stride, head_stride,
-    table_batch, table_seq, table_col, eps, offset,
-    HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    ROUND: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+@triton.jit
+def _tables(cos_ptr, sin_ptr, batch, position, batch_stride, seq_stride, col_stride, turned, BLOCK_HALF: tl.constexpr):
+    table = batch * batch_stride + position * seq_stride + tl.arange(0, BLOCK_HALF).to(tl.int64) * col_stride
+    cos = tl.load(cos_ptr + table, mask=turned, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + table, mask=turned, other=0.0).to(tl.float32)
+    return cos[None, :], sin[None, :]
+
+
+@triton.jit
+def _forward_heads(
+    x_ptr, weight_ptr, out_ptr, head_stride, cos, sin, eps, offset,
+    HEADS: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK_H: tl.constexpr, ROUND: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    batch = token // seq
-    position = token % seq
+    """The HEADS heads of one token."""
     first, second, rest = _columns(HALF, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
-    pairs = tl.arange(0, BLOCK_HALF)
-    turned = pairs < HALF
+    turned = tl.arange(0, BLOCK_HALF) < HALF
     kept = rest < D
-    table = batch * table_batch + position * table_seq + pairs.to(tl.int64) * table_col
-    cos = tl.load(cos_ptr + table, mask=turned, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + table, mask=turned, other=0.0).to(tl.float32)[None, :]
     weight_a = _load_weight(weight_ptr, first, turned, offset, HAS_WEIGHT)
     weight_b = _load_weight(weight_ptr, second, turned, offset, HAS_WEIGHT)
     weight_c = _load_weight(weight_ptr, rest, kept, offset, HAS_WEIGHT)
-    x_ptr += batch * batch_stride + position * seq_stride
-    out_ptr += token * HEADS * D
     dtype = x_ptr.dtype.element_ty
     for start in range(0, HEADS, BLOCK_H):
         heads = start + tl.arange(0, BLOCK_H).to(tl.int64)
@@ -116,27 +115,48 @@ def _forward_kernel(
         b = _load_heads(x_ptr, heads, head_stride, second, turned, HEADS)
         c = _load_heads(x_ptr, heads, head_stride, rest, kept, HEADS)
         rstd = _inverse_rms(a, b, c, eps, D)
-        a = _scaled(a, rstd, weight_a, dtype, ROUND)
-        b = _scaled(b, rstd, weight_b, dtype, ROUND)
-        c = _scaled(c, rstd, weight_c, dtype, ROUND)
+        a = _scaled(a, rstd, weight_a, dtype, ROUND and HAS_WEIGHT)
+        b = _scaled(b, rstd, weight_b, dtype, ROUND and HAS_WEIGHT)
+        c = _scaled(c, rstd, weight_c, dtype, ROUND and HAS_WEIGHT)
         a, b = rotate_pairs(a, b, cos, sin)
         _store_heads(out_ptr, heads, first, turned, a, HEADS, D)
         _store_heads(out_ptr, heads, second, turned, b, HEADS, D)
         _store_heads(out_ptr, heads, rest, kept, c, HEADS, D)
 
 
-@triton.jit(do_not_specialize=["seq", "tokens"])
-def _backward_kernel(
-    dout_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, partial_ptr, seq, tokens,
-    dout_batch, dout_seq, dout_head, batch_stride, seq_stride, head_stride,
-    table_batch, table_seq, table_col, eps, offset,
-    HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+@triton.jit(do_not_specialize=["seq"])
+def _forward_kernel(
+    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, seq,
+    q_batch, q_seq, q_head, k_batch, k_seq, k_head, table_batch, table_seq, table_col, eps, offset, ROUND: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_WEIGHT: tl.constexpr, K_WEIGHT: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
+    token = tl.program_id(0).to(tl.int64)
+    batch = token // seq
+    position = token % seq
+    turned = tl.arange(0, BLOCK_HALF) < HALF
+    cos, sin = _tables(cos_ptr, sin_ptr, batch, position, table_batch, table_seq, table_col, turned, BLOCK_HALF)
+    _forward_heads(
+        q_ptr + batch * q_batch + position * q_seq, q_weight_ptr, q_out_ptr + token * Q_HEADS * D, q_head, cos, sin,
+        eps, offset, Q_HEADS, Q_WEIGHT, BLOCK_Q, ROUND, D, HALF, INTERLEAVED, BLOCK_HALF, BLOCK_REST,
+    )  # fmt: skip
+    _forward_heads(
+        k_ptr + batch * k_batch + position * k_seq, k_weight_ptr, k_out_ptr + token * K_HEADS * D, k_head, cos, sin,
+        eps, offset, K_HEADS, K_WEIGHT, BLOCK_K, ROUND, D, HALF, INTERLEAVED, BLOCK_HALF, BLOCK_REST,
+    )  # fmt: skip
+
+
+@triton.jit
+def _backward_heads(
+    first_token, step, tokens, seq, dout_ptr, x_ptr, weight_ptr, dx_ptr, partial_ptr, dout_batch, dout_seq, dout_head,
+    x_batch, x_seq, x_head, cos_ptr, sin_ptr, table_batch, table_seq, table_col, eps, offset,
+    HEADS: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK_H: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """The HEADS heads of every step-th token, and the sum of their weight gradients."""
     first, second, rest = _columns(HALF, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
-    pairs = tl.arange(0, BLOCK_HALF)
-    turned = pairs < HALF
+    turned = tl.arange(0, BLOCK_HALF) < HALF
     kept = rest < D
     weight_a = _load_weight(weight_ptr, first, turned, offset, HAS_WEIGHT)
     weight_b = _load_weight(weight_ptr, second, turned, offset, HAS_WEIGHT)
@@ -144,21 +164,19 @@ def _backward_kernel(
     dweight_a = tl.zeros([BLOCK_H, BLOCK_HALF], tl.float32)
     dweight_b = tl.zeros([BLOCK_H, BLOCK_HALF], tl.float32)
     dweight_c = tl.zeros([BLOCK_H, BLOCK_REST], tl.float32)
-    for index in range(pid, tokens, tl.num_programs(0)):
+    for index in range(first_token, tokens, step):
         token = tl.zeros([], tl.int64) + index
         batch = token // seq
         position = token % seq
-        table = batch * table_batch + position * table_seq + pairs.to(tl.int64) * table_col
-        cos = tl.load(cos_ptr + table, mask=turned, other=0.0).to(tl.float32)[None, :]
-        sin = tl.load(sin_ptr + table, mask=turned, other=0.0).to(tl.float32)[None, :]
-        x_token = x_ptr + batch * batch_stride + position * seq_stride
+        cos, sin = _tables(cos_ptr, sin_ptr, batch, position, table_batch, table_seq, table_col, turned, BLOCK_HALF)
+        x_token = x_ptr + batch * x_batch + position * x_seq
         dout_token = dout_ptr + batch * dout_batch + position * dout_seq
         dx_token = dx_ptr + token * HEADS * D
         for start in range(0, HEADS, BLOCK_H):
             heads = start + tl.arange(0, BLOCK_H).to(tl.int64)
-            a = _load_heads(x_token, heads, head_stride, first, turned, HEADS)
-            b = _load_heads(x_token, heads, head_stride, second, turned, HEADS)
-            c = _load_heads(x_token, heads, head_stride, rest, kept, HEADS)
+            a = _load_heads(x_token, heads, x_head, first, turned, HEADS)
+            b = _load_heads(x_token, heads, x_head, second, turned, HEADS)
+            c = _load_heads(x_token, heads, x_head, rest, kept, HEADS)
             da = _load_heads(dout_token, heads, dout_head, first, turned, HEADS)
             db = _load_heads(dout_token, heads, dout_head, second, turned, HEADS)
             dc = _load_heads(dout_token, heads, dout_head, rest, kept, HEADS)
@@ -179,97 +197,151 @@ def _backward_kernel(
             _store_heads(dx_token, heads, second, turned, (back_b - b * projection) * rstd, HEADS, D)
             _store_heads(dx_token, heads, rest, kept, (back_c - c * projection) * rstd, HEADS, D)
     if HAS_WEIGHT:
-        partial_ptr += pid.to(tl.int64) * D
         tl.store(partial_ptr + first, tl.sum(dweight_a, axis=0), mask=turned)
         tl.store(partial_ptr + second, tl.sum(dweight_b, axis=0), mask=turned)
         tl.store(partial_ptr + rest, tl.sum(dweight_c, axis=0), mask=kept)
 
 
-def _constants(x, cos, weight, interleaved):
-    dim, half = x.shape[3], cos.shape[-1]
+@triton.jit(do_not_specialize=["seq", "tokens", "q_programs"])
+def _backward_kernel(
+    dq_out_ptr, dk_out_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, partial_ptr,
+    seq, tokens, q_programs, dq_batch, dq_seq, dq_head, dk_batch, dk_seq, dk_head,
+    q_batch, q_seq, q_head, k_batch, k_seq, k_head, table_batch, table_seq, table_col, eps, offset,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_WEIGHT: tl.constexpr, K_WEIGHT: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    partial_ptr += pid.to(tl.int64) * D
+    if pid < q_programs:
+        _backward_heads(
+            pid, q_programs, tokens, seq, dq_out_ptr, q_ptr, q_weight_ptr, dq_ptr, partial_ptr,
+            dq_batch, dq_seq, dq_head, q_batch, q_seq, q_head, cos_ptr, sin_ptr, table_batch, table_seq, table_col,
+            eps, offset, Q_HEADS, Q_WEIGHT, BLOCK_Q, D, HALF, INTERLEAVED, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+    else:
+        _backward_heads(
+            pid - q_programs, tl.num_programs(0) - q_programs, tokens, seq, dk_out_ptr, k_ptr, k_weight_ptr, dk_ptr,
+            partial_ptr, dk_batch, dk_seq, dk_head, k_batch, k_seq, k_head, cos_ptr, sin_ptr,
+            table_batch, table_seq, table_col, eps, offset,
+            K_HEADS, K_WEIGHT, BLOCK_K, D, HALF, INTERLEAVED, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+
+
+def _constants(q, k, q_weight, k_weight, cos, interleaved):
+    dim, half = q.shape[3], cos.shape[-1]
+    most = max(1, _MAX_TILE // power_of_two(dim))
     return {
-        "HEADS": x.shape[2], "D": dim, "HALF": half, "INTERLEAVED": interleaved, "HAS_WEIGHT": weight is not None,
-        "BLOCK_H": min(power_of_two(x.shape[2]), max(1, _MAX_TILE // power_of_two(dim))),
+        "Q_HEADS": q.shape[2], "K_HEADS": k.shape[2], "Q_WEIGHT": q_weight is not None,
+        "K_WEIGHT": k_weight is not None, "BLOCK_Q": min(power_of_two(q.shape[2]), most),
+        "BLOCK_K": min(power_of_two(k.shape[2]), most), "D": dim, "HALF": half, "INTERLEAVED": interleaved,
         "BLOCK_HALF": power_of_two(half), "BLOCK_REST": power_of_two(dim - 2 * half),
     }  # fmt: skip
 
 
-def _head_norm_rope(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
+def _qk_norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     eps: float,
     offset: float,
     llama: bool,
     interleaved: bool,
-) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if out.numel():
-        x = in_vectors(x)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    if q_out.numel() or k_out.numel():
+        q, k = in_vectors(q), in_vectors(k)
         cos, sin, table_strides = tables(cos, sin)
-        with on_device_of(x):
-            _forward_kernel[(x.shape[0] * x.shape[1],)](
-                x, weight if weight is not None else x, cos, sin, out, x.shape[1], *x.stride()[:3], *table_strides,
-                eps, offset, ROUND=llama and weight is not None, **_constants(x, cos, weight, interleaved), num_warps=4,
+        with on_device_of(q):
+            _forward_kernel[(q.shape[0] * q.shape[1],)](
+                q, k, q_weight if q_weight is not None else q, k_weight if k_weight is not None else k, cos, sin,
+                q_out, k_out, q.shape[1], *q.stride()[:3], *k.stride()[:3], *table_strides, eps, offset, ROUND=llama,
+                **_constants(q, k, q_weight, k_weight, cos, interleaved), num_warps=4,
             )  # fmt: skip
-    return out
+    return q_out, k_out
 
 
-def _head_norm_rope_backward(
-    dout: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
+def _qk_norm_rope_backward(
+    dq_out: torch.Tensor | None,
+    dk_out: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     eps: float,
     offset: float,
     interleaved: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if dx.numel() == 0:
-        return dx, dx.new_empty(0) if weight is None else torch.zeros_like(weight)
-    dout, x = in_vectors(dout), in_vectors(x)
-    cos, sin, table_strides = tables(cos, sin)
-    tokens = x.shape[0] * x.shape[1]
-    programs = min(tokens, 3 * multiprocessors(x.device))  # what 170 registers a thread leave room for
-    partial = torch.empty(programs if weight is not None else 0, x.shape[3], dtype=torch.float32, device=x.device)
-    with on_device_of(x):
-        _backward_kernel[(programs,)](
-            dout, x, weight if weight is not None else x, cos, sin, dx, partial, x.shape[1], tokens,
-            *dout.stride()[:3], *x.stride()[:3], *table_strides, eps, offset, **_constants(x, cos, weight, interleaved),
-            num_warps=4,
-        )  # fmt: skip
-        return dx, dx.new_empty(0) if weight is None else sum_rows(partial, weight.dtype)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq = torch.empty(q.shape if dq_out is not None else (0,), dtype=q.dtype, device=q.device)
+    dk = torch.empty(k.shape if dk_out is not None else (0,), dtype=k.dtype, device=k.device)
+    heads = [x.shape[2] if dx.numel() else 0 for x, dx in ((q, dq), (k, dk))]
+    # what 170 registers a thread leave room for, shared out by the work
+    tokens, programs = q.shape[0] * q.shape[1], 3 * multiprocessors(q.device)
+    shares = [min(tokens, -(-programs * h // sum(heads))) if h else 0 for h in heads]
+    partial = torch.empty(sum(shares), q.shape[3], dtype=torch.float32, device=q.device)
+    with on_device_of(q):
+        if sum(shares):
+            q, k = in_vectors(q), in_vectors(k)
+            dq_out = q if dq_out is None else in_vectors(dq_out)  # one that is missing is not read
+            dk_out = k if dk_out is None else in_vectors(dk_out)
+            cos, sin, table_strides = tables(cos, sin)
+            _backward_kernel[(sum(shares),)](
+                dq_out, dk_out, q, k, q_weight if q_weight is not None else q, k_weight if k_weight is not None else k,
+                cos, sin, dq, dk, partial, q.shape[1], tokens, shares[0], *dq_out.stride()[:3], *dk_out.stride()[:3],
+                *q.stride()[:3], *k.stride()[:3], *table_strides, eps, offset,
+                **_constants(q, k, q_weight, k_weight, cos, interleaved), num_warps=4,
+            )  # fmt: skip
+        return (
+            dq,
+            dk,
+            *(
+                partial.new_empty(0) if w is None else sum_rows(part, w.dtype) if len(part) else torch.zeros_like(w)
+                for w, part in zip((q_weight, k_weight), partial.split(shares), strict=True)
+            ),
+        )
 
 
 def _setup(ctx, inputs, output):
     *tensors, ctx.eps, ctx.offset, _, ctx.interleaved = inputs
     ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dout):
-    dx, dweight = _backward_op(dout, *ctx.saved_tensors, ctx.eps, ctx.offset, ctx.interleaved)
-    need_x, need_weight = ctx.needs_input_grad[:2]
-    return dx if need_x else None, dweight if need_weight else None, *(None,) * 6
+def _backward(ctx, dq_out, dk_out):
+    if dq_out is None and dk_out is None:
+        return (None,) * 10
+    gradients = _backward_op(dq_out, dk_out, *ctx.saved_tensors, ctx.eps, ctx.offset, ctx.interleaved)
+    wanted = [needed and (dq_out, dk_out)[i % 2] is not None for i, needed in enumerate(ctx.needs_input_grad[:4])]
+    return *(g if w else None for g, w in zip(gradients, wanted, strict=True)), *(None,) * 6
+
+
+def _fake_backward(dq_out, dk_out, q, k, q_weight, k_weight, *_):
+    return (
+        q.new_empty(q.shape if dq_out is not None else (0,)),
+        k.new_empty(k.shape if dk_out is not None else (0,)),
+        *(q.new_empty(0) if w is None else w.new_empty(w.shape) for w in (q_weight, k_weight)),
+    )
 
 
 _op = register(
-    "head_norm_rope(Tensor x, Tensor? weight, Tensor cos, Tensor sin, float eps, float offset, bool llama,"
-    " bool interleaved) -> Tensor",
-    _head_norm_rope,
-    lambda x, *_: x.new_empty(x.shape),
+    "qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, float eps,"
+    " float offset, bool llama, bool interleaved) -> (Tensor, Tensor)",
+    _qk_norm_rope,
+    lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),
     setup_context=_setup,
     backward=_backward,
 )
 _backward_op = register(
-    "head_norm_rope_backward(Tensor dout, Tensor x, Tensor? weight, Tensor cos, Tensor sin, float eps, float offset,"
-    " bool interleaved) -> (Tensor, Tensor)",
-    _head_norm_rope_backward,
-    lambda dout, x, weight, *_: (
-        x.new_empty(x.shape),
-        x.new_empty(0) if weight is None else weight.new_empty(weight.shape),
-    ),
+    "qk_norm_rope_backward(Tensor? dq_out, Tensor? dk_out, Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight,"
+    " Tensor cos, Tensor sin, float eps, float offset, bool interleaved) -> (Tensor, Tensor, Tensor, Tensor)",
+    _qk_norm_rope_backward,
+    _fake_backward,
     backward=no_second_derivative,
 )
 
@@ -297,11 +369,7 @@ def qk_norm_rope(
     check_norm("qk_norm_rope", q, q_weight, casting)
     check_norm("qk_norm_rope", k, k_weight, casting)
     if use_triton(q) and q.dtype != torch.float64:
-        llama = casting == "llama"
-        return (
-            _op(q, q_weight, cos, sin, eps, offset, llama, interleaved),
-            _op(k, k_weight, cos, sin, eps, offset, llama, interleaved),
-        )
+        return _op(q, k, q_weight, k_weight, cos, sin, eps, offset, casting == "llama", interleaved)
     return qk_norm_rope_reference(
         q, k, q_weight, k_weight, cos, sin, eps, offset=offset, casting=casting, interleaved=interleaved
     )

@@ -282,7 +282,7 @@ def _sum_rows_kernel(partial_ptr, out_ptr, n_rows, n_cols, ROWS: tl.constexpr, C
 
 
 def sum_rows(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sum a contiguous fp32 (P, D) over P in a fixed order, rounded once to dtype."""
+    """Sum a contiguous fp32 (P, D) over P in a fixed order, rounded once to dtype; the caller has set the device."""
     out = torch.empty(partial.shape[1], dtype=dtype, device=partial.device)
     _sum_rows_kernel[(triton.cdiv(partial.shape[1], 16),)](partial, out, *partial.shape, ROWS=128, COLS=16, num_warps=4)
     return out
