@@ -48,6 +48,11 @@ def _multiprocessors(index: int | None) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
+def cdiv(n: int, by: int) -> int:
+    """n / by rounded up; triton.cdiv costs five microseconds on the host."""
+    return -(-n // by)
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()

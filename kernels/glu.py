@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from ligermodels.errors import LigerError
 from ligermodels.kernels._dispatch import INTERPRETED, register, tl, triton, use_triton
-from ligermodels.kernels._launch import as_rows, no_second_derivative, on_device_of, power_of_two
+from ligermodels.kernels._launch import as_rows, cdiv, no_second_derivative, on_device_of, power_of_two
 
 if INTERPRETED:
     libdevice = tl  # the interpreter computes with numpy, whose exponential is exact enough
@@ -137,7 +137,7 @@ def _view(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def _launch(kernel, rows: torch.Tensor, *arguments, **flags) -> None:
     block = min(_BLOCK, max(power_of_two(rows.shape[1]), 128))
     with on_device_of(rows):
-        kernel[(rows.shape[0] * triton.cdiv(rows.shape[1], block),)](
+        kernel[(rows.shape[0] * cdiv(rows.shape[1], block),)](
             *arguments, **flags, PRECISE=rows.dtype == torch.float32, BLOCK=block,
             num_warps=max(block // 512, 1),
         )  # fmt: skip

@@ -16,7 +16,14 @@ from __future__ import annotations
 import torch
 
 from ligermodels.kernels._dispatch import register, tl, triton, use_triton
-from ligermodels.kernels._launch import in_vectors, multiprocessors, no_second_derivative, on_device_of, power_of_two
+from ligermodels.kernels._launch import (
+    cdiv,
+    in_vectors,
+    multiprocessors,
+    no_second_derivative,
+    on_device_of,
+    power_of_two,
+)
 from ligermodels.kernels.rms_norm import check_norm, sum_rows, unrounded_norm
 from ligermodels.kernels.rope import check_rope, rope_reference, rotate_pairs, tables
 
@@ -283,7 +290,7 @@ def _qk_norm_rope_backward(
     heads = [x.shape[2] if dx.numel() else 0 for x, dx in ((q, dq), (k, dk))]
     # what 170 registers a thread leave room for, shared out by the work
     tokens, programs = q.shape[0] * q.shape[1], 3 * multiprocessors(q.device)
-    shares = [min(tokens, -(-programs * h // sum(heads))) if h else 0 for h in heads]
+    shares = [min(tokens, cdiv(programs * h, sum(heads))) if h else 0 for h in heads]
     partial = torch.empty(sum(shares), q.shape[3], dtype=torch.float32, device=q.device)
     with on_device_of(q):
         if sum(shares):

@@ -27,6 +27,7 @@ from ligermodels.errors import LigerError
 from ligermodels.kernels._dispatch import register, tl, triton, use_triton
 from ligermodels.kernels._launch import (
     as_rows,
+    cdiv,
     in_vectors,
     multiprocessors,
     no_second_derivative,
@@ -284,7 +285,7 @@ def _sum_rows_kernel(partial_ptr, out_ptr, n_rows, n_cols, ROWS: tl.constexpr, C
 def sum_rows(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Sum a contiguous fp32 (P, D) over P in a fixed order, rounded once to dtype; the caller has set the device."""
     out = torch.empty(partial.shape[1], dtype=dtype, device=partial.device)
-    _sum_rows_kernel[(triton.cdiv(partial.shape[1], 16),)](partial, out, *partial.shape, ROWS=128, COLS=16, num_warps=4)
+    _sum_rows_kernel[(cdiv(partial.shape[1], 16),)](partial, out, *partial.shape, ROWS=128, COLS=16, num_warps=4)
     return out
 
 
@@ -312,7 +313,7 @@ def _launch_forward(x, residual, weight, eps, offset, llama):
         else:
             rows = _tile(block, 4096)
             warps = min(max(rows * block // 512, 1), 16)
-            _forward_kernel[(triton.cdiv(n_rows, rows),)](
+            _forward_kernel[(cdiv(n_rows, rows),)](
                 *tensors, n_rows, *scalars, **flags, ROWS=rows, BLOCK=block, num_warps=warps
             )
     return y, total, rstd
@@ -358,12 +359,12 @@ def _rms_norm_backward(
                 )  # fmt: skip
             if need_dw:
                 partial = torch.empty(32, n_cols, dtype=torch.float32, device=x.device)
-                _backward_long_dw_kernel[(32 * triton.cdiv(n_cols, 128),)](
+                _backward_long_dw_kernel[(32 * cdiv(n_cols, 128),)](
                     dy, x, rstd, partial, n_rows, n_cols, dy.stride(0), x.stride(0), CHUNKS=32, ROWS=32, COLS=128
                 )
         else:
             rows, warps, per_multiprocessor = _backward_shape(block)
-            programs = min(triton.cdiv(n_rows, rows), multiprocessors(x.device) * per_multiprocessor)
+            programs = min(cdiv(n_rows, rows), multiprocessors(x.device) * per_multiprocessor)
             partial = torch.empty(programs if need_dw else 0, n_cols, dtype=torch.float32, device=x.device)
             _backward_kernel[(programs,)](
                 dy, x, rstd, weight_or_x, dtotal_rows, dx, partial, n_rows, n_cols,
