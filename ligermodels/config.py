@@ -17,6 +17,8 @@ from ligermodels.errors import ConfigError
 from ligermodels.layers.rotary import parse_rope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_LARGEST = 2**31 - 1  # of a size; the product of two still fits an int64
+_MOST_LAYERS = 10_000  # a mistyped number would build modules for hours
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -70,8 +72,11 @@ class Config:
             self.num_key_value_heads = self.num_attention_heads
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                      "num_key_value_heads", "max_position_embeddings"):  # fmt: skip
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be positive, found {getattr(self, name)}")
+            _check_range(name, getattr(self, name), 1, _LARGEST)
+        _check_range("num_hidden_layers", self.num_hidden_layers, 1, _MOST_LAYERS)
+        _check_range("rms_norm_eps", self.rms_norm_eps, 0, 1)
+        _check_range("initializer_range", self.initializer_range, 0, _LARGEST)
+        _check_range("attention_dropout", self.attention_dropout, 0, 1)
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ConfigError(
@@ -79,8 +84,8 @@ class Config:
                     f"{self.num_attention_heads}, and head_dim is not given"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.head_dim <= 0:
-            raise ConfigError(f"head_dim must be positive, found {self.head_dim}")
+        _check_range("head_dim", self.head_dim, 1, _LARGEST)
+        _check_range("num_attention_heads · head_dim", self.num_attention_heads * self.head_dim, 1, _LARGEST)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
@@ -117,7 +122,7 @@ class Config:
         out["rope_parameters"] = rope
         out["rope_scaling"] = None
         if rope["rope_type"] != "default":
-            out["rope_scaling"] = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
+            out["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
         out["torch_dtype"] = self.dtype
         return out | copy.deepcopy(self.extra)
 
@@ -131,3 +136,10 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
     if (isinstance(value, bool) and bool not in plain) or not isinstance(value, plain):
         expected = " or ".join("null" if t is type(None) else getattr(t, "__name__", str(t)) for t in allowed)
         raise ConfigError(f"{name} must be {expected}, found {value!r}")
+    if isinstance(value, list) and any(isinstance(item, bool) or not isinstance(item, int) for item in value):
+        raise ConfigError(f"{name} must be a list of whole numbers, found {value!r}")
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # false for NaN too
+        raise ConfigError(f"{name} must be between {low} and {high}, found {value}")

@@ -40,6 +40,10 @@ class LlamaConfig(Config):
         super().__post_init__()
         if self.hidden_act not in ("silu", "swish"):
             raise ConfigError(f"hidden_act {self.hidden_act!r}: Llama's MLP is gated by silu")
+        if (
+            self.rope.get("partial_rotary_factor", 1) != 1
+        ):  # transformers ignores it for one rope_type, fails for others
+            raise ConfigError(f"partial_rotary_factor {self.rope['partial_rotary_factor']}: Llama turns whole heads")
 
 
 class LlamaAttention(nn.Module):

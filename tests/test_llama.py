@@ -12,6 +12,7 @@ import torch
 from tiny import TINY, scaled_hf_llama
 
 from ligermodels import ConfigError, LigerError, LigerLlama, LlamaConfig, from_pretrained
+from ligermodels.config import Config
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 LONGROPE = {"short_factor": [1.0 + i / 16 for i in range(16)], "long_factor": [1.5 + i / 4 for i in range(16)]}
@@ -55,6 +56,11 @@ def pair(request, tmp_path):
     hf.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     return hf, LigerLlama.from_pretrained(tmp_path)
+
+
+class OtherConfig(Config):
+    model_type = "other"
+    architecture = "OtherForCausalLM"
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -279,6 +285,20 @@ def test_published_checkpoints_have_their_parameter_count(name):
         ({"torch_dtype": "float7"}, "float7"),
         ({"tie_word_embeddings": None}, "tie_word_embeddings"),
         ({"pad_token_id": 97}, "pad_token_id"),
+        ({"eos_token_id": ["2"]}, "eos_token_id"),
+        ({"vocab_size": 10**30}, "vocab_size"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"initializer_range": -0.02}, "initializer_range"),
+        ({"attention_dropout": 2}, "attention_dropout"),
+        ({"rope_theta": float("inf")}, "rope_theta"),
+        ({"rope_theta": 1}, "rope_theta"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, "rope_type"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 0}}, "original_max"),
+        ({"rope_scaling": {"rope_type": "longrope", **LONGROPE, "long_factor": ["1"] * 16}}, "long_factor"),
+        ({"rope_scaling": {"rope_type": "longrope", **LONGROPE, "original_max_position_embeddings": 1}}, "above 1"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_named(change, message):
@@ -292,6 +312,26 @@ def test_the_rope_dict_beats_the_top_level_and_theta_survives_saving():
     )
     assert config.rope["rope_theta"] == 7e4
     assert LlamaConfig.from_hf(config.to_hf()).rope == config.rope
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": {"rope_type": "longrope", **LONGROPE, "long_factor": [2.0] * 15}},
+        {"head_dim": 2, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        {"head_dim": 15},
+    ],
+)
+def test_rope_settings_that_do_not_fit_the_heads_are_refused_when_the_model_is_built(change):
+    with pytest.raises(ConfigError, match="factor|dimension"):
+        LigerLlama(LlamaConfig.from_hf({**TINY, **change}))
+
+
+def test_every_rope_setting_survives_saving():
+    """partial_rotary_factor is no business of Llama's, but of the families that share Config."""
+    for given in ({"rope_type": "linear", "factor": 2.0}, {"rope_type": "llama3", **LLAMA3}, {"rope_type": "default"}):
+        config = OtherConfig.from_hf({"rope_parameters": {**given, "rope_theta": 5e5, "partial_rotary_factor": 0.5}})
+        assert OtherConfig.from_hf(config.to_hf()).rope == config.rope
 
 
 def test_unknown_keys_of_a_config_are_written_back():

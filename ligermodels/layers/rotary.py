@@ -47,6 +47,8 @@ def parse_rope(config: Mapping[str, Any], *, default_theta: float = 10_000.0) ->
         if rope.keys() - {"rope_theta", "partial_rotary_factor"}:
             raise ConfigError(f"{key} has no 'rope_type' (old spelling 'type'): {dict(given)!r}")
         rope_type = "default"
+    if not isinstance(rope_type, str):
+        raise ConfigError(f"rope_type in {key} must be a name, found {rope_type!r}")
     if rope_type == "su":  # the first name of LongRoPE, in Phi-3 files
         rope_type = "longrope"
     if rope_type not in _REQUIRED:
@@ -57,16 +59,35 @@ def parse_rope(config: Mapping[str, Any], *, default_theta: float = 10_000.0) ->
     rope.setdefault("rope_theta", default_theta)
     if rope_type in ("llama3", "yarn", "longrope"):
         # The top-level key wins (Phi-3 keeps the trained length there); without either, the length of the file itself.
-        original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-        rope["original_max_position_embeddings"] = original or config["max_position_embeddings"]
+        original = config.get("original_max_position_embeddings")
+        if original is not None:
+            rope["original_max_position_embeddings"] = original
+        rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     for name in _REQUIRED[rope_type]:
         if name not in rope:
             raise ConfigError(f"{key} of rope_type {rope_type!r} has no {name!r}: {dict(given)!r}")
     for name in _NUMBERS:
         value = rope.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+        if value is not None and not _is_positive(value):
             raise ConfigError(f"{name} of the rope settings must be a positive number, found {value!r}")
+    for name in ("short_factor", "long_factor"):
+        if name in rope and not (isinstance(rope[name], list | tuple) and all(map(_is_positive, rope[name]))):
+            raise ConfigError(f"{name} of the rope settings must be a list of positive numbers, found {rope[name]!r}")
+    if rope["rope_theta"] <= 1:  # the angles would not fall with the dimension, and yarn divides by log(theta)
+        raise ConfigError(f"rope_theta must be above 1, found {rope['rope_theta']!r}")
+    if rope_type == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
+        raise ConfigError(
+            f"low_freq_factor {rope['low_freq_factor']} must be below high_freq_factor {rope['high_freq_factor']}"
+        )
+    if rope_type == "longrope" and rope["original_max_position_embeddings"] <= 1:  # cos and sin are divided by its log
+        found = rope["original_max_position_embeddings"]
+        raise ConfigError(f"original_max_position_embeddings of rope_type 'longrope' must be above 1, found {found}")
     return {"rope_type": rope_type, **rope}
+
+
+def _is_positive(value: Any) -> bool:
+    """A number that torch can hold, above 0. NaN is not above 0; JSON knows Infinity and ints of any length."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**63
 
 
 def inverse_frequencies(
@@ -132,9 +153,12 @@ def _longrope(
     """One factor per dimension, from one of two lists; cos and sin are scaled by √(1 + ln c / ln trained)."""
     trained = rope["original_max_position_embeddings"]
     name = "long_factor" if length > trained else "short_factor"
+    for key in ("short_factor", "long_factor"):  # both, lest the wrong one be met only in a long sequence
+        if len(rope[key]) != exponent.shape[0]:
+            raise ConfigError(
+                f"{key} of the rope settings must have {exponent.shape[0]} numbers, found {len(rope[key])}"
+            )
     factors = torch.tensor(rope[name], dtype=torch.float32, device="cpu")
-    if factors.shape != exponent.shape:
-        raise ConfigError(f"{name} of the rope settings must have {exponent.shape[0]} numbers, found {len(factors)}")
     inv_freq = 1.0 / (factors * rope["rope_theta"] ** exponent)
     factor = rope.get("factor") or max_position_embeddings / trained
     scaling = rope.get("attention_factor")
@@ -156,6 +180,8 @@ class RotaryEmbedding(nn.Module):
         self.rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
         if self.rotary_dim < 2 or self.rotary_dim % 2 or self.rotary_dim > head_dim:
             raise ConfigError(f"rotary dimension must be even and at most head_dim {head_dim}, found {self.rotary_dim}")
+        if rope["rope_type"] == "dynamic" and self.rotary_dim == 2:
+            raise ConfigError("rope_type 'dynamic' needs a rotary dimension above 2: its exponent is d / (d - 2)")
         self._exact, self.scaling = inverse_frequencies(rope, self.rotary_dim, max_position_embeddings)
         device = torch.get_default_device()
         inv_freq = self._exact if device.type == "meta" else self._exact.to(device)
