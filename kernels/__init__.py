@@ -4,6 +4,7 @@ CUDA tensors take the Triton kernels, everything else the references; names and 
 """
 
 from ligermodels.kernels.cross_entropy import cross_entropy
+from ligermodels.kernels.embedding import embedding
 from ligermodels.kernels.glu import geglu, swiglu, swiglu_packed
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
@@ -13,6 +14,7 @@ from ligermodels.kernels.rope import rope
 __all__ = [
     "add_rms_norm",
     "cross_entropy",
+    "embedding",
     "geglu",
     "linear_cross_entropy",
     "qk_norm_rope",
