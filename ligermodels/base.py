@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels import generation
 from ligermodels.checkpoints_convert.hf import Checkpoint, check_names, open_checkpoint, save_checkpoint
 from ligermodels.checkpoints_convert.hub import download
+from ligermodels.checkpoints_convert.rewrites import to_model_names
 from ligermodels.config import Config, resolve_dtype
 from ligermodels.errors import LigerError
 from ligermodels.kernels.cross_entropy import cross_entropy
@@ -40,6 +41,8 @@ class Context(NamedTuple):
     sin: torch.Tensor
     visible: Visibility
     cache: KVCache | None
+    position_ids: torch.Tensor  # (B or 1, S)
+    end: int  # the largest position + 1
 
 
 class CausalLM(nn.Module):
@@ -100,7 +103,7 @@ class CausalLM(nn.Module):
         """
         folder = Path(folder)
         config = cls.config_class.from_hf(folder)
-        weights = open_checkpoint(folder)
+        weights = to_model_names(open_checkpoint(folder))
         if dtype == "auto":
             dtype = config.dtype or next(iter(weights.tensors.values())).dtype
         dtype = resolve_dtype(dtype)
@@ -221,7 +224,7 @@ class CausalLM(nn.Module):
             position_ids = torch.arange(past, past + length, device=device)[None]
         cos, sin = self.model.rotary_emb(position_ids, largest)
         visible = visibility(batch, length, past, device, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
-        return Context(cos, sin, visible, cache)
+        return Context(cos, sin, visible, cache, position_ids, largest)
 
     def output(
         self,
@@ -230,14 +233,16 @@ class CausalLM(nn.Module):
         cu_seqlens: torch.Tensor | None,
         logits_to_keep: int,
         num_items_in_batch: int | torch.Tensor | None,
+        softcap: float | None = None,
     ) -> CausalLMOutput:
-        """Loss and logits from the last hidden states (B, S, H), by the rules of ``forward``."""
+        """Loss and logits from the last hidden states (B, S, H), by the rules of ``forward``; ``softcap`` bounds them."""
         loss = None
         if labels is not None:
-            loss = self.loss(hidden, labels, cu_seqlens, num_items_in_batch)
+            loss = self.loss(hidden, labels, cu_seqlens, num_items_in_batch, softcap)
         logits = None
         if logits_to_keep or labels is None or not (self.training or torch.is_grad_enabled()):
             logits = self.lm_head(hidden[:, -logits_to_keep:])  # -0 keeps all
+            logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
         return CausalLMOutput(loss, logits)
 
     def loss(
@@ -246,6 +251,7 @@ class CausalLM(nn.Module):
         labels: torch.Tensor,
         cu_seqlens: torch.Tensor | None = None,
         num_items_in_batch: int | torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """Next-token cross entropy, mean over supervised tokens, or their sum over ``num_items_in_batch``.
 
@@ -258,9 +264,9 @@ class CausalLM(nn.Module):
         target = shift_labels(labels, cu_seqlens)
         reduction = "mean" if num_items_in_batch is None else "sum"
         if type(self.lm_head) is nn.Linear:
-            loss = linear_cross_entropy(hidden, self.lm_head.weight, target, reduction=reduction)
+            loss = linear_cross_entropy(hidden, self.lm_head.weight, target, reduction=reduction, softcap=softcap)
         else:  # a wrapped head (LoRA): only the module knows its whole weight
-            loss = cross_entropy(self.lm_head(hidden), target, reduction=reduction)
+            loss = cross_entropy(self.lm_head(hidden), target, reduction=reduction, softcap=softcap)
         if num_items_in_batch is None:
             return loss
         if isinstance(num_items_in_batch, torch.Tensor):

@@ -102,6 +102,7 @@ class Config:
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> typing.Self:
         """From a config.json: a dict, the file, or its folder. Raises ConfigError naming key and value."""
         raw = dict(source) if isinstance(source, Mapping) else read_config(source)
+        raw = cls.translate(raw)
         found = raw.pop("model_type", cls.model_type)
         if found != cls.model_type:
             raise ConfigError(f"model_type is {found!r}, but {cls.__name__} reads {cls.model_type!r}")
@@ -113,6 +114,11 @@ class Config:
         names = {f.name for f in dataclasses.fields(cls)} - {"extra"}
         known = {k: copy.deepcopy(v) for k, v in raw.items() if k in names}
         return cls(**known, extra={k: copy.deepcopy(v) for k, v in raw.items() if k not in names})
+
+    @classmethod
+    def translate(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """Hook for families whose files come in other layouts too: their keys in this family's names."""
+        return raw
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json that transformers (old and new) and others read: both rope spellings, both dtype keys."""
@@ -136,8 +142,10 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
     if (isinstance(value, bool) and bool not in plain) or not isinstance(value, plain):
         expected = " or ".join("null" if t is type(None) else getattr(t, "__name__", str(t)) for t in allowed)
         raise ConfigError(f"{name} must be {expected}, found {value!r}")
-    if isinstance(value, list) and any(isinstance(item, bool) or not isinstance(item, int) for item in value):
-        raise ConfigError(f"{name} must be a list of whole numbers, found {value!r}")
+    if isinstance(value, list):
+        item = next(typing.get_args(t)[0] for t in allowed if typing.get_origin(t) is list)
+        if any(isinstance(x, bool) or not isinstance(x, item) for x in value):
+            raise ConfigError(f"{name} must be a list of {item.__name__}, found {value!r}")
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

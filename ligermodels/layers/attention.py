@@ -1,30 +1,90 @@
 """Attention over (B, S, heads, head_dim): who may look at whom, and the fastest exact kernel for it.
 
-The arithmetic is torch's scaled_dot_product_attention; this file decides the mask and the backend.
+The arithmetic is torch's: scaled_dot_product_attention, flash attention for windows and documents of unequal length,
+FlexAttention for soft caps and long padded rows. This file decides the mask and the backend; no (S, S) matrix of scores
+is built on CUDA beyond _SHORT positions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from ligermodels.errors import LigerError
 
 # Measured on an H200 (bf16, 4×4096, 32/8 heads of 128): cuDNN 4.15 ms, flash 7.17 ms forward and backward.
 _BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_SHORT = 1024  # up to here a mask or plain scores are cheaper than compiling FlexAttention
 
 
 @dataclass
 class Visibility:
-    """Which keys a query sees. ``mask`` None and no documents: plain causal from the first position on."""
+    """Which keys a query sees; made once per forward, its masks are made once per window and shared by the layers.
 
-    mask: torch.Tensor | None = None  # bool (B or 1, 1, S, T), True = sees
-    cu_seqlens: torch.Tensor | None = None  # int32 (documents + 1,), over the B·S positions in a row
-    past: int = 0  # keys before the first query
+    Query i of ``length`` stands at position ``past`` + i and sees the keys 0 … past + i; in a sliding window only the
+    last ``window`` of these (itself included), in a packed row only those of its document, in a padded row only those
+    to keep. It always sees itself, also where it is padding: no softmax runs over nothing.
+    """
+
+    length: int
+    past: int
+    device: torch.device
+    keep: torch.Tensor | None = None  # bool (B, past + S)
+    cu_seqlens: torch.Tensor | None = None  # int32, bounds over the B·S positions, every row start among them
+    document: torch.Tensor | None = None  # (B, S), the document of each position
+    _masks: dict[Any, Any] = field(default_factory=dict)
+
+    def mask_is_needed(self, window: int | None) -> bool:
+        """Whether anything but "causal from the first key on" has to be said."""
+        if self.keep is not None or self.document is not None:
+            return True
+        return self.length > 1 and (self.past > 0 or window is not None)
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """bool (B or 1, 1, S, past + S), True = sees; None where plain causal attention says it all."""
+        if not self.mask_is_needed(window):
+            return None
+        if window not in self._masks:
+            query = torch.arange(self.past, self.past + self.length, device=self.device)[:, None]
+            key = torch.arange(self.past + self.length, device=self.device)
+            mask = (key <= query)[None, None]
+            if window is not None:
+                mask = mask & (key > query - window)
+            if self.document is not None:
+                mask = mask & (self.document[:, None, :, None] == self.document[:, None, None, :])
+            if self.keep is not None:
+                mask = (mask & self.keep[:, None, None, :]) | (key == query)
+            self._masks[window] = mask
+        return self._masks[window]
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """The same rule for FlexAttention, which skips whole blocks of it."""
+        key = ("block", window)
+        if key not in self._masks:
+            past, keep, document = self.past, self.keep, self.document
+
+            def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+                seen = k <= q + past
+                if window is not None:
+                    seen = seen & (k > q + past - window)
+                if document is not None:
+                    seen = seen & (document[b, q] == document[b, k])
+                if keep is not None:
+                    seen = (seen & keep[b, k]) | (k == q + past)
+                return seen
+
+            rows = next((x.shape[0] for x in (keep, document) if x is not None), None)
+            total = past + self.length
+            self._masks[key] = create_block_mask(sees, rows, None, self.length, total, device=self.device)
+        return self._masks[key]
 
 
 def visibility(
@@ -36,22 +96,14 @@ def visibility(
     attention_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> Visibility:
-    """Causal visibility for ``length`` queries after ``past`` cached keys, computed once per forward.
+    """Causal visibility of ``length`` queries after ``past`` cached keys.
 
-    ``attention_mask`` (B, past + S), nonzero = keep; ``cu_seqlens`` int32 (documents + 1,) packs documents. A query
-    always sees itself, also where it is padding: no row is empty, so no softmax runs over nothing.
+    ``attention_mask`` (B, past + S), nonzero = keep; ``cu_seqlens`` int32 (documents + 1,) packs documents.
     """
-    if cu_seqlens is not None:
-        return Visibility(cu_seqlens=_with_row_starts(cu_seqlens, batch, length))
-    if attention_mask is None and (past == 0 or length == 1):
-        return Visibility(past=past)
-    query = torch.arange(past, past + length, device=device)[:, None]
-    key = torch.arange(past + length, device=device)
-    mask = (key <= query)[None, None]  # (1, 1, S, T)
-    if attention_mask is not None:
-        keep = (attention_mask != 0)[:, None, None, :]
-        mask = (mask & keep) | (key == query)
-    return Visibility(mask=mask, past=past)
+    if cu_seqlens is None:
+        return Visibility(length, past, device, keep=None if attention_mask is None else attention_mask != 0)
+    bounds = _with_row_starts(cu_seqlens, batch, length)
+    return Visibility(length, past, device, cu_seqlens=bounds, document=document_index(bounds, batch, length))
 
 
 def _with_row_starts(cu_seqlens: torch.Tensor, batch: int, length: int) -> torch.Tensor:
@@ -82,26 +134,56 @@ def attention(
     visible: Visibility,
     *,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """softmax(q·kᵀ·scale)·v under ``visible``.
+    """softmax(cap(q·kᵀ·scale))·v over the keys that are ``visible`` and within the ``window``.
 
-    q (B, S, A, D); k, v (B, T, K, D) with T = past + S and A a multiple of K (grouped queries). Returns (B, S, A, D).
+    q (B, S, A, D); k, v (B, T, K, D) with T = past + S and A a multiple of K (grouped queries). ``window`` counts the
+    keys a query sees, itself included (None: all). ``softcap`` c bounds the scores by c·tanh(score / c) (Gemma 2).
+    Returns (B, S, A, D).
     """
-    mask = visible.mask
-    if visible.cu_seqlens is not None:
-        if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0:
-            return _flash_documents(q, k, v, visible.cu_seqlens, scale)
-        document = document_index(visible.cu_seqlens, q.shape[0], q.shape[1])
-        position = torch.arange(q.shape[1], device=q.device)
-        mask = (position <= position[:, None]) & (document[:, None, :, None] == document[:, None, None, :])
+    if window is not None and k.shape[1] <= window:
+        window = None  # it hides nothing
+    half = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0
+    if (
+        half
+        and softcap is None
+        and visible.keep is None
+        and visible.past == 0
+        and (window or visible.document is not None)
+    ):
+        return _flash(q, k, v, visible.cu_seqlens, window, scale)
+    long = q.is_cuda and dropout == 0.0 and q.shape[1] > _SHORT
+    if long and (softcap is not None or visible.mask_is_needed(window)):
+        return _flex(q, k, v, visible.block_mask(window), scale, softcap)
+    mask = visible.mask(window)
+    if window is not None and q.shape[1] + window - 1 < k.shape[1]:  # keys that no query reaches
+        reach = q.shape[1] + window - 1
+        k, v = k[:, -reach:], v[:, -reach:]
+        mask = None if mask is None else mask[..., -reach:]
+    if softcap is not None:
+        return _capped(q, k, v, mask, visible, scale, softcap, dropout)
+    return _sdpa(q, k, v, mask, visible.past, scale, dropout)
+
+
+def _sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    past: int,
+    scale: float,
+    dropout: float,
+) -> torch.Tensor:
     grouped = q.shape[2] != k.shape[2]
     if mask is not None and q.is_cuda and grouped:
         # No fused backend takes both a mask and grouped queries; without this copy torch would build all scores.
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
         grouped = False
     q, k, v = (rearrange(x, "b s h d -> b h s d") for x in (q, k, v))
-    causal = mask is None and visible.past == 0
+    causal = mask is None and past == 0
     if not (q.is_cuda and torch.is_grad_enabled()):
         # cuDNN plans anew for every shape: right for training, wrong for a cache that grows by one.
         out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped)
@@ -111,16 +193,63 @@ def attention(
     return rearrange(out, "b h s d -> b s h d")
 
 
-def _flash_documents(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
+def _capped(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    visible: Visibility,
+    scale: float,
+    softcap: float,
+    dropout: float,
 ) -> torch.Tensor:
-    """Packed documents without a mask: torch's flash attention for sequences of unequal length."""
+    """Plain arithmetic with the scores in full, for short sequences, decoding and the CPU."""
+    if mask is None and visible.length > 1:
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    q = rearrange(q, "b s (k g) d -> b k g s d", k=k.shape[2])
+    k, v = (rearrange(x, "b t k d -> b k 1 t d") for x in (k, v))
+    scores = softcap * torch.tanh(q @ k.mT * scale / softcap)  # (B, K, A/K, S, T)
+    if mask is not None:
+        scores = scores.masked_fill(~mask.unsqueeze(1) if mask.dim() == 4 else ~mask, -math.inf)
+    weights = F.dropout(scores.float().softmax(-1).to(q.dtype), dropout)
+    return rearrange(weights @ v, "b k g s d -> b s (k g) d")
+
+
+def _flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    window: int | None,
+    scale: float,
+) -> torch.Tensor:
+    """Windows and packed documents without a mask: the flash attention that torch carries."""
     batch, length = q.shape[:2]
-    q, k, v = (rearrange(x, "b s h d -> (b s) h d") for x in (q, k, v))
+    if cu_seqlens is not None:
+        q, k, v = (rearrange(x, "b s h d -> (b s) h d") for x in (q, k, v))
     out = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_seqlens, cu_seqlens, length, length, 0.0, True, False, scale=scale
-    )[0]
-    return rearrange(out, "(b s) h d -> b s h d", b=batch)
+        q, k, v, cu_seqlens, cu_seqlens, length, length, 0.0, True, False, scale=scale,
+        window_size_left=None if window is None else window - 1, window_size_right=None if window is None else 0,
+    )[0]  # fmt: skip
+    return out if cu_seqlens is None else rearrange(out, "(b s) h d -> b s h d", b=batch)
+
+
+@functools.cache
+def _compiled_flex(softcap: float | None) -> Any:
+    """FlexAttention is a template: it is only fast, and only lean, once compiled."""
+
+    def cap(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return torch.compile(functools.partial(flex_attention, score_mod=None if softcap is None else cap))
+
+
+def _flex(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: BlockMask, scale: float, softcap: float | None
+) -> torch.Tensor:
+    q, k, v = (rearrange(x, "b s h d -> b h s d") for x in (q, k, v))
+    out = _compiled_flex(softcap)(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return rearrange(out, "b h s d -> b s h d")
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int, length: int) -> None:

@@ -25,6 +25,9 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
     ):
+        for name, value in (("batch_size", batch_size), ("max_length", max_length)):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+                raise LigerError(f"{name} of a cache must be a whole number from 1 to 2147483647, found {value!r}")
         shape = (num_layers, batch_size, max_length, num_key_value_heads, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
@@ -46,11 +49,13 @@ class KVCache:
         with torch.no_grad():
             self.keys[layer, :, start:end] = k
             self.values[layer, :, start:end] = v
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            # The past is a constant, the new positions keep their gradient.
+        # Under autocast k and v are narrower than the buffers.
+        if torch.is_grad_enabled():
+            # The past is a constant, the new positions keep their gradient. Copies also where k and v need none: the
+            # queries may, and then backward needs the keys as they are now, not as the next forward leaves the buffer.
             past_k, past_v = self.keys[layer, :, :start], self.values[layer, :, :start]
-            return torch.cat((past_k, k), 1), torch.cat((past_v, v), 1)
-        return self.keys[layer, :, :end], self.values[layer, :, :end]
+            return torch.cat((past_k.to(k.dtype), k), 1), torch.cat((past_v.to(v.dtype), v), 1)
+        return self.keys[layer, :, :end].to(k.dtype), self.values[layer, :, :end].to(v.dtype)
 
     def advance(self, new: int) -> None:
         self.length += new

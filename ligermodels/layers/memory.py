@@ -56,13 +56,20 @@ class recompute:
         if t.device == self._h.device and t.dtype == self._dtype and t.untyped_storage().data_ptr() == self._storage:
             self._saved += 1
             return self, t.size(), t.stride(), t.storage_offset() - self._h.storage_offset()
-        # Hooks do not nest by themselves: only the innermost pair is called.
-        return self._outer._pack(t) if self._outer is not None else t
+        # Hooks do not nest by themselves: only the innermost pair is called. Nor does torch itself notice, under hooks,
+        # that a saved tensor was changed before the backward (an early optimizer step, say), so its version goes along.
+        return self._outer._pack(t) if self._outer is not None else (t, t._version)
 
     @staticmethod
     def _unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
+        if len(packed) == 2:
+            t, version = packed
+            if t._version != version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(t.shape)} that the backward needs was modified by an inplace operation "
+                    "after the forward (an optimizer step between them?)"
+                )
+            return t
         self, size, stride, offset = packed
         if self._rebuilt is None:
             with torch.no_grad():

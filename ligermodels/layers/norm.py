@@ -7,23 +7,26 @@ from ligermodels.kernels import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019), in the Llama order of rounding.
+    """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019).
+
+    ``offset`` is added to the weight (Gemma: 1, its weights are stored around 0); ``casting`` says where it rounds, see
+    ``ligermodels.kernels.rms_norm``.
 
     ``norm(x)`` gives the normalised x. ``norm(x, residual)`` first adds the two in one pass and gives
     ``(normalised sum, sum)``: the residual stream then costs no pass of its own. Shapes (..., hidden_size).
     """
 
-    def __init__(self, hidden_size: int, eps: float):
+    def __init__(self, hidden_size: int, eps: float, *, offset: float = 0.0, casting: str = "llama"):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.full((hidden_size,), 1.0 - offset))
+        self.eps, self.offset, self.casting = eps, offset, casting
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
-            return rms_norm(x, self.weight, self.eps)
-        return add_rms_norm(x, residual, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps, offset=self.offset, casting=self.casting)
+        return add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset, casting=self.casting)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
