@@ -235,7 +235,7 @@ class CausalLM(nn.Module):
         num_items_in_batch: int | torch.Tensor | None,
         softcap: float | None = None,
     ) -> CausalLMOutput:
-        """Loss and logits from the last hidden states (B, S, H), by the rules of ``forward``; ``softcap`` bounds them."""
+        """Loss and logits from the last hidden states (B, S, H), by the rules of ``forward``."""
         loss = None
         if labels is not None:
             loss = self.loss(hidden, labels, cu_seqlens, num_items_in_batch, softcap)

@@ -1,6 +1,6 @@
 """What every family must obey, whatever it computes; the test files of the families say with which configs.
 
-``hf`` is transformers' model, ``ours`` the model loaded from the folder that transformers wrote (config.json as published).
+``hf`` is transformers' model, ``ours`` is loaded from the folder that transformers wrote, its config.json as published.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ligermodels
 
 
 def scaled_hf(config: dict[str, Any], seed: int = 0) -> Any:
-    """transformers' model with weights that make faults visible: normal·0.25, norms off their rest value, biases not 0."""
+    """transformers' model with weights that show faults: normal·0.25, norms off their rest value, biases not 0."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf_config = AutoConfig.for_model(**copy.deepcopy(config))
