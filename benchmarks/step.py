@@ -24,76 +24,43 @@ from pathlib import Path
 
 PEERS = {
     "ours": "ligermodels",
-    "hf": "transformers, sdpa attention",
+    "hf": "transformers, sdpa attention (eager for gemma2)",
     "hf-compile": "transformers + torch.compile",
     "liger": "transformers + Liger-Kernel",
 }
 GIB = 2**30
 ROOT = Path(__file__).resolve().parent.parent
 
-# What of the published config.json files decides the work; add a model here.
+# The published config.json files themselves; add a model by its name there.
+PUBLISHED = json.loads((ROOT / "tests" / "published_configs.json").read_text())
 MODELS = {
-    "llama3-8b": dict(
-        model_type="llama",
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        tie_word_embeddings=False,
-    ),
-    "llama3.2-1b": dict(
-        model_type="llama",
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling=dict(
-            rope_type="llama3",
-            factor=32.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=8192,
-        ),
-        tie_word_embeddings=True,
-    ),
-    "smollm2-135m": dict(
-        model_type="llama",
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_theta=100000.0,
-        tie_word_embeddings=True,
-    ),
-    # for trying this script without a GPU: --model tiny --device cpu
-    "tiny": dict(
-        model_type="llama",
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    ),
+    "llama3-8b": "meta-llama/Meta-Llama-3-8B",
+    "llama3.2-1b": "meta-llama/Llama-3.2-1B",
+    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M",
+    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B",
+    "gemma2-2b": "google/gemma-2-2b",
+    "phi3.5-mini": "microsoft/Phi-3.5-mini-instruct",
+    "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    "tiny": None,  # for trying this script without a GPU: --model tiny --device cpu
 }
-OURS = {"llama": "LigerLlama"}  # model_type -> class
+TINY = dict(
+    model_type="llama",
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+)
+ATTENTION = {"gemma2": "eager"}  # transformers' sdpa cannot cap scores, so its own default for this family is eager
+
+
+def config_of(model: str) -> dict:
+    """config.json of a benchmarked model, in bf16 and without the keys that do not matter here."""
+    config = dict(PUBLISHED[MODELS[model]]["config"] if MODELS[model] else TINY)
+    return {k: v for k, v in config.items() if k not in ("architectures", "torch_dtype")}
 
 
 # ---------------------------------------------------------------------------------------------- one peer, one process
@@ -101,13 +68,13 @@ def build(args: argparse.Namespace):
     """The peer's model in bf16 on the device, ready to train, and the callable whose result has a ``loss``."""
     import torch
 
-    config = dict(MODELS[args.model])
+    config = config_of(args.model)
     kind = config.pop("model_type")
     torch.set_default_dtype(torch.bfloat16)
     if args.worker == "ours":
         import ligermodels
 
-        cls = getattr(ligermodels, OURS[kind])
+        cls = ligermodels.MODELS[kind]
         with torch.device(args.device):
             model = cls(cls.config_class.from_hf(dict(config, model_type=kind)))
         if level := args.activation_memory or ("block" if args.checkpointing else None):
@@ -123,7 +90,7 @@ def build(args: argparse.Namespace):
         hf_config.use_cache = False
         with torch.device(args.device):
             model = transformers.AutoModelForCausalLM.from_config(
-                hf_config, attn_implementation="sdpa", dtype=torch.bfloat16
+                hf_config, attn_implementation=ATTENTION.get(kind, "sdpa"), dtype=torch.bfloat16
             )
         if args.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -153,7 +120,7 @@ def measure(args: argparse.Namespace) -> dict:
     result = dict(peer=args.worker, device=torch.cuda.get_device_name(0) if cuda else "CPU")
     try:
         model, forward = build(args)
-        vocab = MODELS[args.model]["vocab_size"]
+        vocab = config_of(args.model)["vocab_size"]
         result["parameters"] = sum(p.numel() for p in model.parameters())
         result["weights_gib"] = round(sum(p.numel() * p.element_size() for p in model.parameters()) / GIB, 2)
         if args.worker == "ours":
@@ -210,9 +177,9 @@ def measure(args: argparse.Namespace) -> dict:
 
 def flops_per_token(args: argparse.Namespace, parameters: int) -> float:
     """Model FLOPs of forward and backward: 6 a matmul weight, and causal attention (half of the full square)."""
-    c = MODELS[args.model]
-    width = c["num_attention_heads"] * c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
-    matmul = parameters - (0 if c["tie_word_embeddings"] else c["vocab_size"] * c["hidden_size"])
+    c = config_of(args.model)
+    width = c["num_attention_heads"] * (c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"])
+    matmul = parameters - (0 if c.get("tie_word_embeddings") else c["vocab_size"] * c["hidden_size"])
     return 6 * matmul + 6 * c["num_hidden_layers"] * args.seq * width
 
 
