@@ -1,4 +1,4 @@
-"""Every family on a CUDA device: tiny training runs beside transformers, long sequences, and no host synchronisation."""
+"""Every family on a CUDA device: tiny training runs beside transformers, long rows, packing, generation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import ligermodels
 
 pytestmark = pytest.mark.gpu
 
-BASE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048, "pad_token_id": None,
+BASE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048, "pad_token_id": None,
         "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 FAMILIES = {
     "llama": {"model_type": "llama"},
