@@ -6,11 +6,104 @@ tensor by rows is nothing but two ranges of the same file. Layouts are recognise
 
 from __future__ import annotations
 
-from ligermodels.checkpoints_convert.hf import Checkpoint
+import re
+from collections.abc import Mapping
+from dataclasses import replace
 
-__all__ = ["to_model_names"]
+import torch
+
+from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo
+from ligermodels.errors import CheckpointError
+
+__all__ = ["to_chatglm_names", "to_model_names"]
 
 
 def to_model_names(checkpoint: Checkpoint) -> Checkpoint:
-    """The same weights under the names of the model that they are for; unchanged where the names already fit."""
+    """The same weights under the names of the model that they are for; unchanged where the names already fit.
+
+    Raises CheckpointError for a tensor that cannot be cut as its layout says.
+    """
+    if any(name.startswith("transformer.encoder.layers.") for name in checkpoint.tensors):
+        return _from_chatglm(checkpoint)
     return checkpoint
+
+
+def rows(info: TensorInfo, start: int, end: int) -> TensorInfo:
+    """Rows ``start`` to ``end`` of a tensor: a range of its bytes."""
+    row = (info.end - info.start) // info.shape[0]
+    return replace(
+        info, shape=(end - start, *info.shape[1:]), start=info.start + start * row, end=info.start + end * row
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- ChatGLM
+
+# ChatGLM2, ChatGLM3, glm-4-9b as their own code stores them. The rows of query_key_value are [q | k | v].
+_CHATGLM = {
+    "transformer.embedding.word_embeddings.": "model.embed_tokens.",
+    "transformer.encoder.final_layernorm.": "model.norm.",
+    "transformer.output_layer.": "lm_head.",
+    "transformer.encoder.layers.": "model.layers.",
+    ".self_attention.dense.": ".self_attn.o_proj.",
+    ".self_attention.query_key_value.": ".self_attn.query_key_value.",
+    ".mlp.dense_h_to_4h.": ".mlp.gate_up_proj.",
+    ".mlp.dense_4h_to_h.": ".mlp.down_proj.",
+}
+_CHATGLM_JUNK = "transformer.rotary_pos_emb.inv_freq"
+_PACKED = re.compile(r"(.*\.self_attn\.)query_key_value(\..*)")
+_SPLIT = re.compile(r"(.*\.self_attn\.)[qkv]_proj(\..*)")
+
+
+def _from_chatglm(checkpoint: Checkpoint) -> Checkpoint:
+    tensors: dict[str, TensorInfo] = {}
+    for theirs, info in checkpoint.tensors.items():
+        if theirs == _CHATGLM_JUNK:
+            continue
+        name = _renamed(theirs, _CHATGLM)
+        packed = _PACKED.fullmatch(name)
+        if packed is None:
+            tensors[name] = info
+            continue
+        # The query's rows are as many as the columns of the output projection, which is beside it.
+        dense = checkpoint.tensors.get(theirs.rpartition(".query_key_value.")[0] + ".dense.weight")
+        if dense is None or len(dense.shape) != 2:
+            raise CheckpointError(f"{checkpoint.folder}: {theirs} has no 'dense.weight' beside it to say how to cut it")
+        total, query = info.shape[0], dense.shape[1]
+        if (total - query) % 2 or not 0 < query < total:
+            raise CheckpointError(
+                f"{info.file}: {theirs} has {total} rows: expected the {query} of the query, which dense.weight has "
+                "columns for, and as many for the key as for the value"
+            )
+        key = query + (total - query) // 2
+        bounds = {"q_proj": (0, query), "k_proj": (query, key), "v_proj": (key, total)}
+        tensors |= {packed[1] + part + packed[2]: rows(info, *b) for part, b in bounds.items()}
+    return Checkpoint(checkpoint.folder, tensors)
+
+
+def to_chatglm_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A GLM's tensors in ChatGLM's own layout: the inverse of what ``to_model_names`` does to such a folder, bit for bit.
+
+    Takes names of ``LigerGlm`` (transformers' ``glm``); q, k and v are copied into one tensor, all others are shared.
+    Raises CheckpointError where one of the three is missing.
+    """
+    back = {ours: theirs for theirs, ours in _CHATGLM.items()}
+    out: dict[str, torch.Tensor] = {}
+    for ours, tensor in tensors.items():
+        part = _SPLIT.fullmatch(ours)
+        if part is None:
+            out[_renamed(ours, back)] = tensor
+            continue
+        name = _renamed(f"{part[1]}query_key_value{part[2]}", back)
+        if name not in out:
+            names = [f"{part[1]}{x}_proj{part[2]}" for x in "qkv"]
+            if not all(n in tensors for n in names):
+                raise CheckpointError(f"{ours} needs its two companions among {', '.join(names)}")
+            out[name] = torch.cat([tensors[n] for n in names])
+    return out
+
+
+def _renamed(name: str, parts: Mapping[str, str]) -> str:
+    for old, new in parts.items():
+        if name.startswith(old) or (old.startswith(".") and old in name):
+            name = name.replace(old, new, 1)
+    return name

@@ -103,7 +103,7 @@ class CausalLM(nn.Module):
         """
         folder = Path(folder)
         config = cls.config_class.from_hf(folder)
-        weights = to_model_names(open_checkpoint(folder))
+        weights = cls.to_model_names(open_checkpoint(folder))
         if dtype == "auto":
             dtype = config.dtype or next(iter(weights.tensors.values())).dtype
         dtype = resolve_dtype(dtype)
@@ -123,6 +123,11 @@ class CausalLM(nn.Module):
         if path.is_file():
             model.generation_config = json.loads(path.read_text(encoding="utf-8"))
         return model.eval()
+
+    @classmethod
+    def to_model_names(cls, weights: Checkpoint) -> Checkpoint:
+        """Hook for families that read only a part of some folders: the tensors to load, under this model's names."""
+        return to_model_names(weights)
 
     def _load(self, weights: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         """Fill this meta model. All names and shapes are checked before the first byte is allocated."""
