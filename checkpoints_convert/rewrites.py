@@ -7,6 +7,7 @@ tensor by rows is nothing but two ranges of the same file. Layouts are recognise
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ import torch
 from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo
 from ligermodels.errors import CheckpointError
 
-__all__ = ["to_chatglm_names", "to_model_names"]
+__all__ = ["text_tower", "to_chatglm_names", "to_model_names"]
 
 
 def to_model_names(checkpoint: Checkpoint) -> Checkpoint:
@@ -107,3 +108,35 @@ def _renamed(name: str, parts: Mapping[str, str]) -> str:
         if name.startswith(old) or (old.startswith(".") and old in name):
             name = name.replace(old, new, 1)
     return name
+
+
+# ---------------------------------------------------------------------------------------------------- vision-language
+
+# As published (and as transformers 5 saves), and as transformers 5 has them in memory.
+_TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
+_IMAGE = re.compile(r"^(?:model\.)?(vision_tower|multi_modal_projector|image_newline)\b")
+
+
+def text_tower(checkpoint: Checkpoint) -> Checkpoint:
+    """The language model of a vision-language checkpoint, under the names of a model that reads text only.
+
+    ``language_model.model.X`` and ``model.language_model.X`` become ``model.X``, ``language_model.lm_head.weight``
+    becomes ``lm_head.weight``. The vision tower and its projector are left out, and a warning counts their tensors. A
+    checkpoint without these prefixes is given back as it is.
+
+    Raises CheckpointError where two tensors would get one name.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    left_out: dict[str, int] = {}
+    for old, info in checkpoint.tensors.items():
+        if found := _IMAGE.match(old):
+            left_out[found[1]] = left_out.get(found[1], 0) + 1
+            continue
+        name = _TEXT.sub(lambda prefix: "model." if prefix[1].startswith("model.") else "", old)
+        if name in tensors:
+            raise CheckpointError(f"{checkpoint.folder} holds {name} twice, once as {old}")
+        tensors[name] = info
+    if left_out:
+        parts = ", ".join(f"{part} ({count} tensors)" for part, count in left_out.items())
+        warnings.warn(f"{checkpoint.folder}: the model reads text only; not loaded are {parts}", stacklevel=4)
+    return replace(checkpoint, tensors=tensors)

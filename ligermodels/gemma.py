@@ -1,8 +1,8 @@
 """Gemma 1 (2B, 7B, CodeGemma): ``"model_type": "gemma"`` (Gemma Team 2024, arXiv 2403.08295).
 
-What differs from Llama: embeddings are multiplied by √H, norms by 1 + weight in fp32 before they round, the MLP is gated
-by gelu (tanh form), head and embedding are one by default, and head_dim is 256 whatever H and A are. Attention is
-Llama's. Shapes as in llama.py: B S H A K D I V.
+What differs from Llama: embeddings are multiplied by √H, norms by 1 + weight in fp32 before they round, the MLP is
+gated by gelu (tanh form), head and embedding are one by default, and head_dim is 256 whatever H and A are. Attention
+is Llama's. Shapes as in llama.py: B S H A K D I V.
 """
 
 from __future__ import annotations

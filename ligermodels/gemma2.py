@@ -1,8 +1,8 @@
 """Gemma 2 (2B, 9B, 27B): ``"model_type": "gemma2"`` (Gemma Team 2024, arXiv 2408.00118).
 
 What differs from Gemma: four norms a layer, before and after each of attention and MLP ("sandwich"); even layers see a
-sliding window only; scores are scaled by query_pre_attn_scalar^-½, not D^-½; scores and logits are bounded by soft caps,
-c·tanh(x / c). Shapes as in llama.py: B S H A K D I V.
+sliding window only; scores are scaled by query_pre_attn_scalar^-½, not D^-½; scores and logits are bounded by soft
+caps, c·tanh(x / c). Shapes as in llama.py: B S H A K D I V.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gemma 3 text models: ``"gemma3_text"`` (270M, 1B) and the text tower of ``"gemma3"`` (4B, 12B, 27B), arXiv 2503.19786.
+"""Gemma 3 for text: ``"gemma3_text"`` (270M, 1B) and the text tower of ``"gemma3"`` (4B, 12B, 27B); arXiv 2503.19786.
 
 What differs from Gemma 2: heads of q and k are normed before they are turned, in place of the soft cap on scores; five
 layers of six see a sliding window; and those turn by a rope table of their own (θ 1e4), while the layers that see
