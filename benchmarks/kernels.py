@@ -460,7 +460,7 @@ def tune_chunks(note: Callable, n: int, d: int, v: int, quick: bool) -> None:
     def run(chunk):
         x.grad = head.grad = None
         terms = (-100, 0.0, 0.0, 0.0, BF16)
-        linear_module._fast_op(x, head, None, target, None, one, one, one, *terms, True, True, False, False, chunk)[
+        linear_module._fast_op(x, head, None, target, None, one, one, one, *terms, True, True, False, False, False, chunk)[
             0
         ].backward()
 

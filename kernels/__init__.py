@@ -6,17 +6,19 @@ CUDA tensors take the Triton kernels, everything else the references; names and 
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.embedding import embedding
 from ligermodels.kernels.glu import geglu, swiglu, swiglu_packed
-from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+from ligermodels.kernels.linear_cross_entropy import LossOutput, linear_cross_entropy, linear_logprob
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope
 
 __all__ = [
+    "LossOutput",
     "add_rms_norm",
     "cross_entropy",
     "embedding",
     "geglu",
     "linear_cross_entropy",
+    "linear_logprob",
     "qk_norm_rope",
     "rms_norm",
     "rope",

@@ -2,10 +2,10 @@
 
 For one row of logits x with label t, V classes, class weights w (1 without), smoothing e, z-loss factor a:
 
-    z    = cap * tanh(x / cap)                       (z = x without a soft cap)
+    z    = cap * tanh(x / cap) / T                   (z = x / T without a soft cap; T = 1 but in linear_logprob)
     lse  = log sum_v exp(z_v)
     loss = (1 - e) * w_t * (lse - z_t) + e / V * sum_v w_v * (lse - z_v) + a * lse**2
-    dx_v = (A * p_v - e / V * w_v - [v = t] * (1 - e) * w_t) * (1 - (z_v / cap)**2)
+    dx_v = (A * p_v - e / V * w_v - [v = t] * (1 - e) * w_t) * dz_v / dx_v
     p_v  = exp(z_v - lse),  A = (1 - e) * w_t + e / V * sum_v w_v + 2 * a * lse
 
 Ignored rows give 0 and no gradient. The forward reads the N * V logits once (online softmax) and saves per row the
@@ -37,6 +37,12 @@ class Terms(NamedTuple):
     z_loss: float
     softcap: float
     classes: int
+    heat: float = 1.0  # 1 / temperature
+
+    @property
+    def shape(self) -> int:
+        """Which kernels to compile: bit 1 for a soft cap, bit 2 for a temperature."""
+        return (self.softcap != 0.0) + 2 * (self.heat != 1.0)
 
 
 class Scales(NamedTuple):
@@ -45,6 +51,21 @@ class Scales(NamedTuple):
     likelihood: torch.Tensor
     z_loss: torch.Tensor
     weight_sum: torch.Tensor
+
+
+class Extras(NamedTuple):
+    """What the row steps also write on request, (N,): the loss of reduction "none" and logsumexp (fp32), argmax."""
+
+    loss: torch.Tensor
+    logsumexp: torch.Tensor
+    argmax: torch.Tensor
+
+    @classmethod
+    def empty(cls, n: int, device: torch.device) -> Extras:
+        return cls(*(torch.empty(n, dtype=t, device=device) for t in (torch.float32, torch.float32, torch.int64)))
+
+    def part(self, tokens: slice) -> Extras:
+        return Extras(*(t[tokens] for t in self))
 
 
 def cross_entropy_reference(
@@ -88,12 +109,18 @@ def _tanh(u):
 
 
 @triton.jit
-def _capped(x, softcap, SOFTCAP: tl.constexpr):
-    if SOFTCAP:
-        tanh, slope = _tanh(x / softcap)
-        return softcap * tanh, slope
-    else:
+def _shaped(x, softcap, heat, SHAPE: tl.constexpr):
+    """z and dz / dx (the latter only if SHAPE is not 0)."""
+    if SHAPE == 0:
         return x, x
+    elif SHAPE == 2:
+        return x * heat, tl.zeros_like(x) + heat
+    else:
+        tanh, slope = _tanh(x / softcap)
+        if SHAPE == 1:
+            return softcap * tanh, slope
+        else:
+            return softcap * heat * tanh, heat * slope
 
 
 @triton.jit
@@ -107,20 +134,20 @@ def _columns(start, col_stride, BLOCK: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def _accumulate(
-    m, s, dot, best, row, col_stride, start, width, weight, softcap,
+    m, s, dot, best, row, col_stride, start, width, weight, softcap, heat,
     BLOCK: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr,
-    SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHT: tl.constexpr, ARGMAX: tl.constexpr,
+    SHAPE: tl.constexpr, SMOOTH: tl.constexpr, WEIGHT: tl.constexpr, ARGMAX: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     cols, offsets = _columns(start, col_stride, BLOCK, UNIT)
     if TAIL:
         keep = cols < width
         x = tl.load(row + offsets, mask=keep, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        z, _ = _capped(x, softcap, SOFTCAP)
+        z, _ = _shaped(x, softcap, heat, SHAPE)
         term = tl.where(keep, z, 0.0)
         z = tl.where(keep, z, float("-inf"))
     else:
         x = tl.load(row + offsets, eviction_policy="evict_last").to(tl.float32)
-        z, _ = _capped(x, softcap, SOFTCAP)
+        z, _ = _shaped(x, softcap, heat, SHAPE)
         term = z
     grouped = tl.reshape(z, (BLOCK // 8, 8))
     if ARGMAX:
@@ -130,7 +157,11 @@ def _accumulate(
     else:
         high = tl.max(grouped, 1)
     top = tl.maximum(m, high)
-    s = s * tl.exp(m - top) + tl.sum(tl.exp(grouped - top[:, None]), 1)
+    scale = tl.exp(m - top)
+    below = grouped - top[:, None]
+    if ENTROPY:  # dot is the sum of exp(z - m) * (z - m); the bound keeps 0 * -inf out
+        dot = scale * (dot + (m - top) * s) + tl.sum(tl.exp(below) * tl.maximum(below, -1e4), 1)
+    s = s * scale + tl.sum(tl.exp(below), 1)
     if SMOOTH:
         if WEIGHT:
             term = term * tl.load(weight + cols, mask=cols < width, other=0.0)
@@ -140,11 +171,11 @@ def _accumulate(
 
 @triton.jit
 def _statistics(
-    row, col_stride, width, weight, softcap,
+    row, col_stride, width, weight, softcap, heat,
     BLOCK: tl.constexpr, UNIT: tl.constexpr,
-    SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHT: tl.constexpr, ARGMAX: tl.constexpr,
+    SHAPE: tl.constexpr, SMOOTH: tl.constexpr, WEIGHT: tl.constexpr, ARGMAX: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """One row's maximum, sum of exp(z - maximum), sum of w * z and place of the maximum."""
+    """One row's maximum m, sum s of exp(z - m), sum of w * z (of exp(z - m) * (z - m) for ENTROPY), place of m."""
     LANES: tl.constexpr = BLOCK // 8
     m = tl.full((LANES,), -3.0e38, tl.float32)  # finite: -inf - -inf would be NaN
     s = tl.zeros((LANES,), tl.float32)
@@ -153,17 +184,20 @@ def _statistics(
     whole = width // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         m, s, dot, best = _accumulate(
-            m, s, dot, best, row, col_stride, start, width, weight, softcap,
-            BLOCK, UNIT, False, SOFTCAP, SMOOTH, WEIGHT, ARGMAX,
+            m, s, dot, best, row, col_stride, start, width, weight, softcap, heat,
+            BLOCK, UNIT, False, SHAPE, SMOOTH, WEIGHT, ARGMAX, ENTROPY,
         )  # fmt: skip
     if whole < width:
         m, s, dot, best = _accumulate(
-            m, s, dot, best, row, col_stride, whole, width, weight, softcap,
-            BLOCK, UNIT, True, SOFTCAP, SMOOTH, WEIGHT, ARGMAX,
+            m, s, dot, best, row, col_stride, whole, width, weight, softcap, heat,
+            BLOCK, UNIT, True, SHAPE, SMOOTH, WEIGHT, ARGMAX, ENTROPY,
         )  # fmt: skip
     top = tl.max(m, 0)
     first = tl.min(tl.where(m == top, best, 2147483647), 0)
-    return top, tl.sum(s * tl.exp(m - top), 0), tl.sum(dot, 0), first
+    scale = tl.exp(m - top)
+    if ENTROPY:
+        dot = scale * (dot + (m - top) * s)
+    return top, tl.sum(s * scale, 0), tl.sum(dot, 0), first
 
 
 @triton.jit
@@ -189,16 +223,18 @@ def _row_loss(m, s, dot, z_t, w_t, valid, known, ce, zs, weight_sum, smoothing, 
 
 @triton.jit
 def _write_gradient(
-    row, col_stride, out, width, weight, softcap, m, inverse, slope_p, slope_all, slope_t, t,
+    row, col_stride, out, width, weight, softcap, heat, m, inverse, slope_p, slope_z, slope_all, slope_t, t,
     start, BLOCK: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr,
-    SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHT: tl.constexpr,
+    SHAPE: tl.constexpr, SMOOTH: tl.constexpr, WEIGHT: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     cols, offsets = _columns(start, col_stride, BLOCK, UNIT)
     if TAIL:
         x = tl.load(row + offsets, mask=cols < width, other=0.0, eviction_policy="evict_first").to(tl.float32)
     else:
         x = tl.load(row + offsets, eviction_policy="evict_first").to(tl.float32)
-    z, slope = _capped(x, softcap, SOFTCAP)
+    z, slope = _shaped(x, softcap, heat, SHAPE)
+    if ENTROPY:
+        slope_p += slope_z * tl.maximum(z - m, -1e4)
     g = slope_p * (tl.exp(z - m) * inverse)
     if SMOOTH:
         if WEIGHT:
@@ -206,7 +242,7 @@ def _write_gradient(
         else:
             g -= slope_all
     g = tl.where(cols == t, g - slope_t, g)
-    if SOFTCAP:
+    if SHAPE != 0:
         g *= slope
     if TAIL:
         tl.store(out + cols, g.to(out.dtype.element_ty), mask=cols < width)
@@ -216,30 +252,33 @@ def _write_gradient(
 
 @triton.jit
 def _gradient(
-    row, col_stride, out, width, weight, softcap, m, s, t, w_t, valid, known, ce, zs, weight_sum,
-    smoothing, z_loss, classes, first,
+    row, col_stride, out, width, weight, softcap, heat, m, s, t, w_t, valid, known, ce, zs, weight_sum,
+    smoothing, z_loss, classes, first, dot, entropy,
     BLOCK: tl.constexpr, UNIT: tl.constexpr,
-    SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHT: tl.constexpr,
+    SHAPE: tl.constexpr, SMOOTH: tl.constexpr, WEIGHT: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Write one row's dx; ``first`` is the class of column 0."""
+    """Write one row's dx; ``first`` is the class of column 0, ``entropy`` the gradient of the row's entropy."""
     whole = width // BLOCK * BLOCK
     if valid:
         inverse = 1.0 / s
         slope_p = ce * ((1.0 - smoothing) * w_t + smoothing / classes * weight_sum)
         slope_p += zs * 2.0 * z_loss * (m + tl.log(s))
+        if ENTROPY:  # the entropy is log(s) - dot / s; its gradient -p * (z - m - dot / s)
+            slope_p += entropy * dot * inverse
         slope_p = tl.where(known, slope_p, float("nan"))
         slope_all = ce * smoothing / classes
         slope_t = ce * (1.0 - smoothing) * w_t
+        slope_z = -entropy
         local = (t - first).to(tl.int32)
         for start in range(0, whole, BLOCK):
             _write_gradient(
-                row, col_stride, out, width, weight, softcap, m, inverse, slope_p, slope_all, slope_t, local,
-                start, BLOCK, UNIT, False, SOFTCAP, SMOOTH, WEIGHT,
+                row, col_stride, out, width, weight, softcap, heat, m, inverse, slope_p, slope_z, slope_all,
+                slope_t, local, start, BLOCK, UNIT, False, SHAPE, SMOOTH, WEIGHT, ENTROPY,
             )  # fmt: skip
         if whole < width:
             _write_gradient(
-                row, col_stride, out, width, weight, softcap, m, inverse, slope_p, slope_all, slope_t, local,
-                whole, BLOCK, UNIT, True, SOFTCAP, SMOOTH, WEIGHT,
+                row, col_stride, out, width, weight, softcap, heat, m, inverse, slope_p, slope_z, slope_all,
+                slope_t, local, whole, BLOCK, UNIT, True, SHAPE, SMOOTH, WEIGHT, ENTROPY,
             )  # fmt: skip
     else:
         for start in range(0, width, BLOCK):
@@ -247,70 +286,81 @@ def _gradient(
             tl.store(out + cols, tl.zeros((BLOCK,), out.dtype.element_ty), mask=cols < width)
 
 
-@triton.jit(do_not_specialize=["ignore_index", "first"])
+@triton.jit(do_not_specialize=["ignore_index", "first", "state_stride"])
 def _forward_kernel(
     logits, inner, outer_stride, row_stride, col_stride, width, first, target, weight, ce, zs, weight_sum,
-    state, loss, argmax, rows, ignore_index, smoothing, z_loss, softcap, classes,
+    state, loss, each, logsumexp, argmax, state_stride, ignore_index, smoothing, z_loss, softcap, heat, classes,
     BLOCK: tl.constexpr, UNIT: tl.constexpr, CARRY: tl.constexpr,
-    SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHT: tl.constexpr, ARGMAX: tl.constexpr,
+    SHAPE: tl.constexpr, SMOOTH: tl.constexpr, WEIGHT: tl.constexpr, EXTRAS: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """Statistics and loss of one row of ``width`` columns, classes ``first`` on; CARRY continues earlier columns."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + (index // inner) * outer_stride + (index % inner) * row_stride
+    m, s, dot, best = _statistics(
+        row, col_stride, width, weight + first, softcap, heat, BLOCK, UNIT, SHAPE, SMOOTH, WEIGHT, EXTRAS, ENTROPY
+    )
+    # Only now: before the row, waiting for the label would delay its first loads, which shows where rows are short.
     t, valid, known, w_t = _label(target, index, weight, ignore_index, classes, WEIGHT)
     local = t - first
     here = (local >= 0) & (local < width) & valid
-    z_t, _ = _capped(tl.load(row + local * col_stride, mask=here, other=0.0).to(tl.float32), softcap, SOFTCAP)
-    m, s, dot, best = _statistics(
-        row, col_stride, width, weight + first, softcap, BLOCK, UNIT, SOFTCAP, SMOOTH, WEIGHT, ARGMAX
-    )
+    z_t, _ = _shaped(tl.load(row + local * col_stride, mask=here, other=0.0).to(tl.float32), softcap, heat, SHAPE)
     best += first
     place = state + index
     if CARRY:
         before = tl.load(place)
-        if ARGMAX:
+        s_before = tl.load(place + state_stride)
+        dot_before = tl.load(place + 2 * state_stride)
+        if EXTRAS:
             best = tl.where(m > before, best, tl.load(argmax + index).to(tl.int32))
         top = tl.maximum(m, before)
-        s = s * tl.exp(m - top) + tl.load(place + rows) * tl.exp(before - top)
+        if ENTROPY:
+            dot = tl.exp(m - top) * (dot + (m - top) * s)
+            dot_before = tl.exp(before - top) * (dot_before + (before - top) * s_before)
+        s = s * tl.exp(m - top) + s_before * tl.exp(before - top)
         m = top
-        dot += tl.load(place + 2 * rows)
-        z_t = tl.where(here, z_t, tl.load(place + 3 * rows))
+        dot += dot_before
+        z_t = tl.where(here, z_t, tl.load(place + 3 * state_stride))
     tl.store(place, m)
-    tl.store(place + rows, s)
-    tl.store(place + 2 * rows, dot)
-    tl.store(place + 3 * rows, z_t)
-    if ARGMAX:
+    tl.store(place + state_stride, s)
+    tl.store(place + 2 * state_stride, dot)
+    tl.store(place + 3 * state_stride, z_t)
+    total = tl.load(weight_sum)
+    if EXTRAS:
+        value = _row_loss(m, s, dot, z_t, w_t, valid, known, 1.0, 1.0, total, smoothing, z_loss, classes)
+        tl.store(each + index, value)
+        tl.store(logsumexp + index, m + tl.log(s))
         tl.store(argmax + index, best.to(tl.int64))
-    value = _row_loss(
-        m, s, dot, z_t, w_t, valid, known, tl.load(ce), tl.load(zs), tl.load(weight_sum), smoothing, z_loss, classes
-    )
+    value = _row_loss(m, s, dot, z_t, w_t, valid, known, tl.load(ce), tl.load(zs), total, smoothing, z_loss, classes)
     tl.store(loss + index, value)
 
 
-@triton.jit(do_not_specialize=["ignore_index", "first"])
+@triton.jit(do_not_specialize=["ignore_index", "first", "state_stride"])
 def _backward_kernel(
     logits, inner, outer_stride, row_stride, col_stride, out, out_stride, width, first, target, weight,
-    ce, zs, weight_sum, state, rows, upstream, upstream_stride, ignore_index, smoothing, z_loss, softcap, classes,
+    ce, zs, weight_sum, state, state_stride, upstream, upstream_stride, entropy, entropy_stride,
+    ignore_index, smoothing, z_loss, softcap, heat, classes,
     BLOCK: tl.constexpr, UNIT: tl.constexpr,
-    SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHT: tl.constexpr,
+    SHAPE: tl.constexpr, SMOOTH: tl.constexpr, WEIGHT: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     row = logits + (index // inner) * outer_stride + (index % inner) * row_stride
     t, valid, known, w_t = _label(target, index, weight, ignore_index, classes, WEIGHT)
     g = tl.load(upstream + index * upstream_stride).to(tl.float32)
     _gradient(
-        row, col_stride, out + index * out_stride, width, weight + first, softcap,
-        tl.load(state + index), tl.load(state + rows + index), t, w_t, valid, known,
+        row, col_stride, out + index * out_stride, width, weight + first, softcap, heat,
+        tl.load(state + index), tl.load(state + state_stride + index), t, w_t, valid, known,
         tl.load(ce) * g, tl.load(zs) * g, tl.load(weight_sum), smoothing, z_loss, classes, first,
-        BLOCK, UNIT, SOFTCAP, SMOOTH, WEIGHT,
+        tl.load(state + 2 * state_stride + index), tl.load(entropy + index * entropy_stride).to(tl.float32),
+        BLOCK, UNIT, SHAPE, SMOOTH, WEIGHT, ENTROPY,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["ignore_index", "rows"])
+@triton.jit(do_not_specialize=["ignore_index", "state_stride"])
 def _fused_kernel(
     logits, row_stride, rows, width, target, weight, ce, zs, weight_sum, loss, upstream, upstream_stride,
-    ignore_index, smoothing, z_loss, softcap,
-    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHT: tl.constexpr, UPSTREAM: tl.constexpr,
+    each, logsumexp, argmax, ignore_index, smoothing, z_loss, softcap, heat,
+    BLOCK: tl.constexpr, SHAPE: tl.constexpr, SMOOTH: tl.constexpr, WEIGHT: tl.constexpr, UPSTREAM: tl.constexpr,
+    EXTRAS: tl.constexpr,
 ):  # fmt: skip
     """Loss of whole rows, whose logits (a buffer of ours) become their gradient.
 
@@ -324,19 +374,26 @@ def _fused_kernel(
         index = own + earlier
         row = logits + index * row_stride
         t, valid, known, w_t = _label(target, index, weight, ignore_index, width, WEIGHT)
-        z_t, _ = _capped(tl.load(row + t, mask=valid & known, other=0.0).to(tl.float32), softcap, SOFTCAP)
-        m, s, dot, _ = _statistics(row, 1, width, weight, softcap, BLOCK, True, SOFTCAP, SMOOTH, WEIGHT, False)
+        z_t, _ = _shaped(tl.load(row + t, mask=valid & known, other=0.0).to(tl.float32), softcap, heat, SHAPE)
+        m, s, dot, best = _statistics(
+            row, 1, width, weight, softcap, heat, BLOCK, True, SHAPE, SMOOTH, WEIGHT, EXTRAS, False
+        )
         ce_scale = ce_all
         z_scale = z_all
         if UPSTREAM:
             g = tl.load(upstream + index * upstream_stride).to(tl.float32)
             ce_scale *= g
             z_scale *= g
-        value = _row_loss(m, s, dot, z_t, w_t, valid, known, ce_scale, z_scale, total, smoothing, z_loss, width)
+        value = _row_loss(m, s, dot, z_t, w_t, valid, known, ce_all, z_all, total, smoothing, z_loss, width)
         tl.store(loss + index, value)
+        if EXTRAS:
+            value = _row_loss(m, s, dot, z_t, w_t, valid, known, 1.0, 1.0, total, smoothing, z_loss, width)
+            tl.store(each + index, value)
+            tl.store(logsumexp + index, m + tl.log(s))
+            tl.store(argmax + index, best.to(tl.int64))
         _gradient(
-            row, 1, row, width, weight, softcap, m, s, t, w_t, valid, known, ce_scale, z_scale, total,
-            smoothing, z_loss, width, 0, BLOCK, True, SOFTCAP, SMOOTH, WEIGHT,
+            row, 1, row, width, weight, softcap, heat, m, s, t, w_t, valid, known, ce_scale, z_scale, total,
+            smoothing, z_loss, width, 0, 0.0, 0.0, BLOCK, True, SHAPE, SMOOTH, WEIGHT, False,
         )  # fmt: skip
 
 
@@ -378,19 +435,21 @@ def _layout(logits: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     return logits, folded[1][0], folded[0][1], folded[1][1]
 
 
-def _capped_torch(x: torch.Tensor, softcap: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if softcap == 0.0:
-        return x, None
-    t = torch.exp(-2 * (x / softcap).abs())
-    return softcap * torch.tanh(x / softcap), 4 * t / (1 + t).square()
+def _shaped_torch(x: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, torch.Tensor | float | None]:
+    if terms.softcap == 0.0:
+        return (x, None) if terms.heat == 1.0 else (x * terms.heat, terms.heat)
+    t = torch.exp(-2 * (x / terms.softcap).abs())
+    return terms.softcap * terms.heat * torch.tanh(x / terms.softcap), 4 * terms.heat * t / (1 + t).square()
 
 
 def row_forward(
-    logits, target, weight, scales: Scales, terms: Terms, state, loss, *, first=0, carry=False, argmax=None
-) -> None:
-    """Fill ``state`` (4, N: m, s, sum of w z, z of the label), ``loss`` (N) and ``argmax`` (N, int64) from ``logits``.
+    logits, target, weight, scales: Scales, terms: Terms, state, loss,
+    *, first=0, carry=False, extras: Extras | None = None, entropy=False,
+) -> None:  # fmt: skip
+    """Fill ``state`` (4, N: m, s, sum of w z, z of the label), ``loss`` (N) and ``extras`` from ``logits``.
 
     ``logits`` (..., width) are the columns of classes ``first``..; ``carry`` continues with the earlier columns' state.
+    With ``entropy`` (not with label smoothing), state[2] is the sum of exp(z - m) * (z - m) instead.
     """
     n, width = target.numel(), logits.shape[-1]
     if n == 0:
@@ -401,44 +460,59 @@ def row_forward(
         with on_device_of(logits):
             _forward_kernel[(n,)](
                 logits, inner, outer_stride, row_stride, logits.stride(-1), width, first, target,
-                none if weight is None else weight, *scales, state, loss, none if argmax is None else argmax, n,
-                terms.ignore_index, terms.label_smoothing, terms.z_loss, terms.softcap, terms.classes,
-                UNIT=logits.stride(-1) == 1, CARRY=carry, SOFTCAP=terms.softcap != 0.0,
-                SMOOTH=terms.label_smoothing != 0.0, WEIGHT=weight is not None, ARGMAX=argmax is not None,
-                **_launch(width),
+                none if weight is None else weight, *scales, state, loss, *(extras or (none, none, none)),
+                state.stride(0), terms.ignore_index, terms.label_smoothing, terms.z_loss, terms.softcap, terms.heat,
+                terms.classes,
+                UNIT=logits.stride(-1) == 1, CARRY=carry, SHAPE=terms.shape,
+                SMOOTH=terms.label_smoothing != 0.0, WEIGHT=weight is not None, EXTRAS=extras is not None,
+                ENTROPY=entropy, **_launch(width),
             )  # fmt: skip
         return
-    z, _ = _capped_torch(logits.reshape(n, width).float(), terms.softcap)
+    z, _ = _shaped_torch(logits.reshape(n, width).float(), terms)
     top, place = z.max(1)
-    total = torch.exp(z - top[:, None]).sum(1)
-    dot = z.sum(1) if weight is None else z @ weight[first : first + width]
+    below = z - top[:, None]
+    total = torch.exp(below).sum(1)
+    if entropy:
+        dot = (torch.exp(below) * below.clamp(min=-1e4)).sum(1)
+    else:
+        dot = z.sum(1) if weight is None else z @ weight[first : first + width]
     valid = target != terms.ignore_index
     local = target.long() - first
     here = valid & (local >= 0) & (local < width)
     z_t = z.gather(1, torch.where(here, local, 0)[:, None])[:, 0]
+    place = place + first
     if carry:
-        before = state[0]
-        place = torch.where(top > before, place + first, argmax) if argmax is not None else place
+        before, total_before, dot_before, z_before = state
+        if extras is not None:
+            place = torch.where(top > before, place, extras.argmax)
         high = torch.maximum(top, before)
-        total = total * torch.exp(top - high) + state[1] * torch.exp(before - high)
+        up, up_before = torch.exp(top - high), torch.exp(before - high)
+        if entropy:
+            dot = up * (dot + (top - high) * total)
+            dot_before = up_before * (dot_before + (before - high) * total_before)
+        total = total * up + total_before * up_before
         top = high
-        dot = dot + state[2]
-        z_t = torch.where(here, z_t, state[3])
+        dot = dot + dot_before
+        z_t = torch.where(here, z_t, z_before)
     state.copy_(torch.stack((top, total, dot, z_t)))
-    if argmax is not None:
-        argmax.copy_(place)
     smoothing = terms.label_smoothing
     w_t = 1.0 if weight is None else weight[torch.where(valid, target, 0).long()]
     lse = top + total.log()
     nll = (1 - smoothing) * w_t * (total.log() - (z_t - top))
     nll += smoothing / terms.classes * (scales.weight_sum * lse - dot)
-    loss.copy_(torch.where(valid, scales.likelihood * nll + scales.z_loss * terms.z_loss * lse.square(), 0.0))
+    square = terms.z_loss * lse.square()
+    loss.copy_(torch.where(valid, scales.likelihood * nll + scales.z_loss * square, 0.0))
+    if extras is not None:
+        for tensor, value in zip(extras, (torch.where(valid, nll + square, 0.0), lse, place), strict=True):
+            tensor.copy_(value)
 
 
-def row_backward(logits, out, target, weight, scales: Scales, terms: Terms, state, upstream, *, first=0) -> None:
+def row_backward(
+    logits, out, target, weight, scales: Scales, terms: Terms, state, upstream, *, first=0, entropy=None
+) -> None:
     """Write the gradient of ``logits`` (..., width) into ``out`` (N, width), which may be ``logits`` itself.
 
-    ``upstream`` (N, any stride) is the gradient of each row's loss.
+    ``upstream`` (N, any stride) is the gradient of each row's loss, ``entropy`` that of its entropy.
     """
     n, width = target.numel(), logits.shape[-1]
     if n == 0:
@@ -448,20 +522,25 @@ def row_backward(logits, out, target, weight, scales: Scales, terms: Terms, stat
         with on_device_of(logits):
             _backward_kernel[(n,)](
                 logits, inner, outer_stride, row_stride, logits.stride(-1), out, out.stride(0), width, first, target,
-                state if weight is None else weight, *scales, state, n, upstream, upstream.stride(0),
-                terms.ignore_index, terms.label_smoothing, terms.z_loss, terms.softcap, terms.classes,
-                UNIT=logits.stride(-1) == 1, SOFTCAP=terms.softcap != 0.0, SMOOTH=terms.label_smoothing != 0.0,
-                WEIGHT=weight is not None, **_launch(width),
+                state if weight is None else weight, *scales, state, state.stride(0), upstream, upstream.stride(0),
+                upstream if entropy is None else entropy, 0 if entropy is None else entropy.stride(0),
+                terms.ignore_index, terms.label_smoothing, terms.z_loss, terms.softcap, terms.heat, terms.classes,
+                UNIT=logits.stride(-1) == 1, SHAPE=terms.shape, SMOOTH=terms.label_smoothing != 0.0,
+                WEIGHT=weight is not None, ENTROPY=entropy is not None, **_launch(width),
             )  # fmt: skip
         return
-    z, slope = _capped_torch(logits.reshape(n, width).float(), terms.softcap)
+    z, slope = _shaped_torch(logits.reshape(n, width).float(), terms)
     smoothing = terms.label_smoothing
     ce, zs = scales.likelihood * upstream, scales.z_loss * upstream
     valid = target != terms.ignore_index
     w_t = 1.0 if weight is None else weight[torch.where(valid, target, 0).long()]
     slope_p = ce * ((1 - smoothing) * w_t + smoothing / terms.classes * scales.weight_sum)
     slope_p = slope_p + zs * 2 * terms.z_loss * (state[0] + state[1].log())
-    g = torch.exp(z - state[0][:, None]) * (slope_p / state[1])[:, None]
+    below = z - state[0][:, None]
+    g = slope_p[:, None]
+    if entropy is not None:
+        g = g - entropy[:, None] * (below.clamp(min=-1e4) - (state[2] / state[1])[:, None])
+    g = g * torch.exp(below) / state[1][:, None]
     if smoothing:
         share = (ce * smoothing / terms.classes)[:, None]
         g -= share if weight is None else share * weight[first : first + width]
@@ -474,8 +553,10 @@ def row_backward(logits, out, target, weight, scales: Scales, terms: Terms, stat
     out.copy_(g.masked_fill_(~valid[:, None], 0.0))
 
 
-def row_fused(logits, target, weight, scales: Scales, terms: Terms, loss, upstream=None) -> None:
-    """Fill ``loss`` (N) and turn ``logits`` (N, V; unit inner stride, written in place) into their gradient."""
+def row_fused(
+    logits, target, weight, scales: Scales, terms: Terms, loss, upstream=None, extras: Extras | None = None
+) -> None:
+    """Fill ``loss`` (N), ``extras``, and turn ``logits`` (N, V; inner stride 1, in place) into their gradient."""
     n, width = logits.shape
     if n == 0:
         return
@@ -485,13 +566,14 @@ def row_fused(logits, target, weight, scales: Scales, terms: Terms, loss, upstre
             _fused_kernel[(programs,)](
                 logits, logits.stride(0), n, width, target, loss if weight is None else weight, *scales, loss,
                 loss if upstream is None else upstream, 0 if upstream is None else upstream.stride(0),
-                terms.ignore_index, terms.label_smoothing, terms.z_loss, terms.softcap,
-                SOFTCAP=terms.softcap != 0.0, SMOOTH=terms.label_smoothing != 0.0, WEIGHT=weight is not None,
-                UPSTREAM=upstream is not None, **launch,
+                *(extras or (loss, loss, loss)),
+                terms.ignore_index, terms.label_smoothing, terms.z_loss, terms.softcap, terms.heat,
+                SHAPE=terms.shape, SMOOTH=terms.label_smoothing != 0.0, WEIGHT=weight is not None,
+                UPSTREAM=upstream is not None, EXTRAS=extras is not None, **launch,
             )  # fmt: skip
         return
     state = torch.empty(4, n, dtype=torch.float32, device=logits.device)
-    row_forward(logits, target, weight, scales, terms, state, loss)
+    row_forward(logits, target, weight, scales, terms, state, loss, extras=extras)
     ones = scales.likelihood.new_ones(()).expand(n)
     row_backward(logits, logits, target, weight, scales, terms, state, ones if upstream is None else upstream)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +30,7 @@ from ligermodels.kernels._dispatch import register, tl, triton, use_triton
 from ligermodels.kernels._launch import multiprocessors, no_second_derivative, on_device_of
 from ligermodels.kernels.cross_entropy import (
     FLOATS,
+    Extras,
     Scales,
     Terms,
     check_labels,
@@ -40,9 +42,10 @@ from ligermodels.kernels.cross_entropy import (
     row_fused,
 )
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["LossOutput", "linear_cross_entropy", "linear_logprob"]
 
 FAST_BUFFER = 1408 * 2**20  # bytes of logits at once; with V * D * 4 for dW this keeps 256,000 x 2304 under 2.5 GiB
+MAIN_GRAD_BUFFER = 1008 * 2**20  # the same where dW goes into a given buffer: all there is beside the gradients
 LEAN_TOTAL = 384 * 2**20  # bytes of logits and fp32 gradient of input together
 CPU_ELEMENTS = 2**23  # logits at once on CPU, where the row step needs a few fp32 copies of them
 
@@ -50,6 +53,18 @@ CPU_ELEMENTS = 2**23  # logits at once on CPU, where the row step needs a few fp
 def linear_cross_entropy_reference(input, linear_weight, target, *, linear_bias=None, **options):
     """The two steps in plain differentiable torch operations: for tests and reading."""
     return cross_entropy_reference(torch.nn.functional.linear(input, linear_weight, linear_bias), target, **options)
+
+
+def linear_logprob_reference(
+    input, linear_weight, target, *, linear_bias=None, softcap=None, temperature=1.0, ignore_index=-100
+):
+    """(log-probability of each target, entropy) in plain differentiable torch operations: for tests and reading."""
+    x = torch.nn.functional.linear(input, linear_weight, linear_bias)
+    z = (x if softcap is None else softcap * torch.tanh(x / softcap)) / temperature
+    logp = torch.log_softmax(z, -1)
+    valid = target != ignore_index
+    chosen = logp.gather(-1, torch.where(valid, target, 0).long().unsqueeze(-1)).squeeze(-1)
+    return torch.where(valid, chosen, 0), torch.where(valid, -(logp.exp() * logp).sum(-1), 0)
 
 
 # --- How large a chunk ----------------------------------------------------------------------------------------------
@@ -89,10 +104,12 @@ def chunk_size(total: int, cols: int, largest: int, processors: int) -> int:
     return min(total, *(rows for rows, value in costs.items() if value <= 1.01 * best))
 
 
-def _token_chunk(n: int, dim: int, classes: int, dtype: torch.dtype, device: torch.device) -> int:
+def _token_chunk(
+    n: int, dim: int, classes: int, dtype: torch.dtype, device: torch.device, limit: int | None = None
+) -> int:
     if device.type != "cuda":
         return max(1, min(n, CPU_ELEMENTS // classes))
-    return chunk_size(n, dim, FAST_BUFFER // (classes * dtype.itemsize), multiprocessors(device))
+    return chunk_size(n, dim, (limit or FAST_BUFFER) // (classes * dtype.itemsize), multiprocessors(device))
 
 
 def _vocabulary_slice(n: int, dim: int, classes: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -101,6 +118,12 @@ def _vocabulary_slice(n: int, dim: int, classes: int, dtype: torch.dtype, device
         return max(1, min(classes, CPU_ELEMENTS // n))
     room = min(max(LEAN_TOTAL - 4 * n * dim, 64 * 2**20), 256 * 2**20)
     return chunk_size(classes, dim, max(2048, room // (n * dtype.itemsize)), multiprocessors(device))
+
+
+def _lean_shape(n, dim, classes, dtype, device, step: int, tokens: int) -> tuple[int, int]:
+    """Classes and tokens of lean's buffer of logits: as given, or chosen here where 0."""
+    step = step or _vocabulary_slice(n, dim, classes, dtype, device)
+    return min(step, classes), max(1, min(tokens or n, n))
 
 
 # --- Matrix products -------------------------------------------------------------------------------------------------
@@ -181,11 +204,13 @@ def _no_autocast(device: torch.device):
 def _tokens(
     input, linear_weight, linear_bias, target, weight, ce, zs, weight_sum, upstream,
     ignore_index, label_smoothing, z_loss, softcap, dtype, need_x, need_weight, need_bias, chunk, kept=None,
+    extras=None, main_grad=None,
 ):  # fmt: skip
     """Loss of each token, and the gradients wanted: of input in its dtype, of weight and bias in fp32.
 
-    ``kept`` is the buffer of a single chunk, which is left with the gradient of the logits. In fp16 the gradients lack
-    the factor ``ce`` (1 / count), under which the small ones would vanish.
+    ``kept`` is the buffer of a single chunk, which is left with the gradient of the logits; ``main_grad`` is what the
+    gradient of the weight is added to. In fp16 without ``upstream`` the gradients lack the factor ``ce`` (1 / count),
+    under which the small ones would vanish.
     """
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap, linear_weight.shape[0])
     check_labels(target, terms)
@@ -198,11 +223,12 @@ def _tokens(
     make = torch.empty if n else torch.zeros
     loss = torch.empty(n, **f32)
     dx = torch.empty((n, dim) if need_x else (0,), dtype=input.dtype, device=device)
-    dw = make((terms.classes, dim) if need_weight else (0,), **f32)
+    dw = make((terms.classes, dim) if need_weight else (0,), **f32) if main_grad is None else main_grad
     db = torch.zeros((terms.classes,) if need_bias else (0,), **f32)
     gradients = need_x or need_weight or need_bias or kept is not None
     if kept is None:
-        step = chunk or _token_chunk(n, dim, terms.classes, dtype, device)
+        limit = FAST_BUFFER if main_grad is None else MAIN_GRAD_BUFFER
+        step = chunk or _token_chunk(n, dim, terms.classes, dtype, device, limit)
         buffer = _buffer(min(step, n), terms.classes, dtype, device)
     else:
         step, buffer = max(n, 1), kept[:, : terms.classes]
@@ -212,14 +238,16 @@ def _tokens(
             part = slice(start, min(start + step, n))
             z = buffer[: part.stop - start]
             _logits(x[part], w, bias, z)
+            given = (z, labels[part], weight, scales, terms)
+            also = None if extras is None else extras.part(part)
             if not gradients:
-                row_forward(z, labels[part], weight, scales, terms, state[:, : z.shape[0]], loss[part])
+                row_forward(*given, state[:, : z.shape[0]], loss[part], extras=also)
                 continue
-            row_fused(z, labels[part], weight, scales, terms, loss[part], None if upstream is None else upstream[part])
+            row_fused(*given, loss[part], None if upstream is None else upstream[part], also)
             if need_x:
                 _product(z, w, dx[part])
             if need_weight:
-                _product(z.t(), x[part], dw, add=start > 0)
+                _product(z.t(), x[part], dw, add=start > 0 or main_grad is not None)
             if need_bias:
                 db += z.sum(0, dtype=torch.float32)
     if deferred:
@@ -228,22 +256,26 @@ def _tokens(
 
 
 def _fast(*args):
-    *inputs, dtype, need_x, need_weight, need_bias, defer, chunk = args
+    *inputs, dtype, need_x, need_weight, need_bias, defer, stats, chunk = args
     input, linear_weight = inputs[:2]
     n = input.numel() // input.shape[-1]
     kept = torch.empty((n, _padded(linear_weight.shape[0])) if defer else (0,), dtype=dtype, device=input.device)
     needs = (need_x, need_weight and not defer, need_bias)
-    found = _tokens(*inputs[:8], None, *inputs[8:], dtype, *needs, chunk, kept if defer else None)
-    return found[0].sum(), *found[1:], kept
+    extras = Extras.empty(n if stats else 0, input.device)
+    found = _tokens(
+        *inputs[:8], None, *inputs[8:], dtype, *needs, chunk, kept if defer else None, extras if stats else None
+    )
+    return found[0].sum(), *found[1:], kept, *extras
 
 
 def _fast_fake(input, linear_weight, *args):
-    *_, dtype, need_x, need_weight, need_bias, defer, _chunk = args
+    *_, dtype, need_x, need_weight, need_bias, defer, stats, _chunk = args
     rows = (input.numel() // input.shape[-1], _padded(linear_weight.shape[0])) if defer else (0,)
     return (
         input.new_empty((), dtype=torch.float32),
         *_gradients_fake(input, linear_weight, need_x, need_weight and not defer, need_bias, torch.float32),
         input.new_empty(rows, dtype=dtype),
+        *Extras.empty(input.numel() // input.shape[-1] if stats else 0, input.device),
     )
 
 
@@ -274,17 +306,18 @@ _head_gradient_op = register(
 
 def _fast_setup(ctx, inputs, output):
     input, linear_weight, linear_bias = inputs[:3]
-    *_, dtype, _x, _weight, _bias, ctx.defer, _chunk = inputs
+    *_, dtype, _x, _weight, _bias, ctx.defer, _stats, _chunk = inputs
     ctx.classes = linear_weight.shape[0]
     ctx.dtypes = (input.dtype, linear_weight.dtype, None if linear_bias is None else linear_bias.dtype)
-    ctx.save_for_backward(*output[1:], input if ctx.defer else None, inputs[5] if dtype == torch.float16 else None)
+    ctx.save_for_backward(*output[1:5], input if ctx.defer else None, inputs[5] if dtype == torch.float16 else None)
+    ctx.mark_non_differentiable(*output[5:])
     # The saved gradients stay differentiable outputs: a second derivative then raises, and is not silently zero.
     ctx.set_materialize_grads(False)
 
 
 def _fast_backward(ctx, grad, *_):
     if grad is None:
-        return (None,) * 18
+        return (None,) * 19
     *saved, kept, input, unit = ctx.saved_tensors
     scale = grad if unit is None else grad * unit
     needs = list(ctx.needs_input_grad[:3])
@@ -295,7 +328,7 @@ def _fast_backward(ctx, grad, *_):
     ]
     if ctx.defer:
         found[1] = _head_gradient_op(kept, input, scale, ctx.classes, ctx.dtypes[1])
-    return (*found, *(None,) * 15)
+    return (*found, *(None,) * 16)
 
 
 _INPUTS = (
@@ -306,8 +339,8 @@ _TERMS = "int ignore_index, float label_smoothing, float z_loss, float softcap, 
 _NEEDS = "bool need_x, bool need_weight, bool need_bias"
 
 _fast_op = register(
-    f"linear_cross_entropy_fast({_INPUTS}, {_TERMS}, {_NEEDS}, bool defer, int chunk) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"linear_cross_entropy_fast({_INPUTS}, {_TERMS}, {_NEEDS}, bool defer, bool stats, int chunk) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fast,
     _fast_fake,
     setup_context=_fast_setup,
@@ -324,84 +357,122 @@ def _slices(classes: int, step: int):
 
 def _rows(
     input, linear_weight, linear_bias, target, weight, ce, zs, weight_sum,
-    ignore_index, label_smoothing, z_loss, softcap, dtype, lean, chunk,
+    ignore_index, label_smoothing, z_loss, softcap, dtype, heat, lean, stats, entropy, step, tokens,
 ):  # fmt: skip
+    terms = Terms(ignore_index, label_smoothing, z_loss, softcap, linear_weight.shape[0], heat)
+    n, device = target.numel(), input.device
+    extras = Extras.empty(n if stats else 0, device)
     if not lean:
         loss, *_ = _tokens(
             input, linear_weight, linear_bias, target, weight, ce, zs, weight_sum, None,
-            ignore_index, label_smoothing, z_loss, softcap, dtype, False, False, False, chunk,
+            ignore_index, label_smoothing, z_loss, softcap, dtype, False, False, False, step,
+            extras=extras if stats else None,
         )  # fmt: skip
-        return loss.view(target.shape), loss.new_empty(4, 0)
-    terms = Terms(ignore_index, label_smoothing, z_loss, softcap, linear_weight.shape[0])
+        return loss.view(target.shape), loss.new_empty(0), loss.new_empty(4, 0), *extras
     check_labels(target, terms)
     labels = target.reshape(-1).contiguous()
     x = input.reshape(-1, input.shape[-1]).to(dtype).contiguous()
-    n, device = x.shape[0], x.device
     scales = Scales(ce, zs, weight_sum)
     loss = torch.empty(n, dtype=torch.float32, device=device)
     state = torch.empty(4, n, dtype=torch.float32, device=device)
-    step = chunk or _vocabulary_slice(n, x.shape[1], terms.classes, dtype, device)
-    buffer = _buffer(n, min(step, terms.classes), dtype, device)
+    step, tokens = _lean_shape(n, x.shape[1], terms.classes, dtype, device, step, tokens)
+    buffer = _buffer(tokens, step, dtype, device)
     with _no_autocast(device):
         for part in _slices(terms.classes, step):
-            z = buffer[:, : part.stop - part.start]
             bias = None if linear_bias is None else linear_bias[part].to(dtype)
-            _logits(x, linear_weight[part].to(dtype).contiguous(), bias, z)
-            row_forward(z, labels, weight, scales, terms, state, loss, first=part.start, carry=part.start > 0)
-    return loss.view(target.shape), state
+            w = linear_weight[part].to(dtype).contiguous()
+            for some in _slices(n, tokens):
+                z = buffer[: some.stop - some.start, : part.stop - part.start]
+                _logits(x[some], w, bias, z)
+                row_forward(
+                    z, labels[some], weight, scales, terms, state[:, some], loss[some], first=part.start,
+                    carry=part.start > 0, extras=extras.part(some) if stats else None, entropy=entropy,
+                )  # fmt: skip
+    if entropy:
+        uncertain = torch.where(labels == ignore_index, 0.0, state[1].log() - state[2] / state[1])
+    else:
+        uncertain = loss.new_empty(0)
+    return loss.view(target.shape), uncertain.view(target.shape) if entropy else uncertain, state, *extras
 
 
 def _rows_fake(input, linear_weight, linear_bias, target, *args):
-    lean = args[-2]
+    *_, lean, stats, entropy, _step, _tokens = args
+    f32 = {"dtype": torch.float32}
     return (
-        target.new_empty(target.shape, dtype=torch.float32),
-        target.new_empty((4, target.numel() if lean else 0), dtype=torch.float32),
+        target.new_empty(target.shape, **f32),
+        target.new_empty(target.shape if entropy else (0,), **f32),
+        target.new_empty((4, target.numel() if lean else 0), **f32),
+        *Extras.empty(target.numel() if stats else 0, target.device),
     )
 
 
 def _rows_backward(
-    grad, input, linear_weight, linear_bias, target, weight, ce, zs, weight_sum, state,
-    ignore_index, label_smoothing, z_loss, softcap, dtype, lean, chunk, need_x, need_weight, need_bias,
+    grad, grad_entropy, input, linear_weight, linear_bias, target, weight, ce, zs, weight_sum, state,
+    ignore_index, label_smoothing, z_loss, softcap, dtype, heat, lean, _stats, _entropy, step, tokens,
+    need_x, need_weight, need_bias, main_grad=None,
 ):  # fmt: skip
     upstream = grad.reshape(-1)
     if not lean:
         _, dx, dw, db = _tokens(
             input, linear_weight, linear_bias, target, weight, ce, zs, weight_sum, upstream,
-            ignore_index, label_smoothing, z_loss, softcap, dtype, need_x, need_weight, need_bias, chunk,
+            ignore_index, label_smoothing, z_loss, softcap, dtype, need_x, need_weight, need_bias, step,
+            main_grad=main_grad,
         )  # fmt: skip
-        return dx, dw.to(linear_weight.dtype), db.to(linear_weight.dtype)
-    terms = Terms(ignore_index, label_smoothing, z_loss, softcap, linear_weight.shape[0])
+        return dx, dw if main_grad is not None else dw.to(linear_weight.dtype), db.to(linear_weight.dtype)
+    terms = Terms(ignore_index, label_smoothing, z_loss, softcap, linear_weight.shape[0], heat)
     scales = Scales(ce, zs, weight_sum)
     labels = target.reshape(-1).contiguous()
     x = input.reshape(-1, input.shape[-1]).to(dtype).contiguous()
     (n, dim), device = x.shape, x.device
+    from_entropy = None if grad_entropy is None else grad_entropy.reshape(-1)
     dx = torch.empty((n, dim) if need_x else (0,), dtype=torch.float32, device=device)
     dw = torch.empty(linear_weight.shape if need_weight else (0,), dtype=linear_weight.dtype, device=device)
+    if main_grad is not None:
+        dw = main_grad
+    elif n == 0:
+        dw.zero_()
     db = torch.empty((terms.classes,) if need_bias else (0,), dtype=linear_weight.dtype, device=device)
-    step = chunk or _vocabulary_slice(n, dim, terms.classes, dtype, device)
-    buffer = _buffer(n, min(step, terms.classes), dtype, device)
+    step, tokens = _lean_shape(n, dim, terms.classes, dtype, device, step, tokens)
+    buffer = _buffer(tokens, step, dtype, device)
+    # A slice that comes in several parts adds up in fp32, as everything does.
+    parts = need_weight and main_grad is None and n > tokens
+    total = torch.empty(step, dim, dtype=torch.float32, device=device) if parts else None
     with _no_autocast(device):
         for part in _slices(terms.classes, step):
-            z = buffer[:, : part.stop - part.start]
+            bias = None if linear_bias is None else linear_bias[part].to(dtype)
             w = linear_weight[part].to(dtype).contiguous()
-            _logits(x, w, None if linear_bias is None else linear_bias[part].to(dtype), z)
-            row_backward(z, z, labels, weight, scales, terms, state, upstream, first=part.start)
-            if need_x:
-                _product(z, w, dx, add=part.start > 0)
-            if need_weight:
-                _product(z.t(), x, dw[part])
+            sum_w = total[: len(w)] if parts else dw[part]
+            sum_b = torch.zeros(len(w), dtype=torch.float32, device=device) if need_bias else None
+            for some in _slices(n, tokens):
+                z = buffer[: some.stop - some.start, : len(w)]
+                _logits(x[some], w, bias, z)
+                row_backward(
+                    z, z, labels[some], weight, scales, terms, state[:, some], upstream[some], first=part.start,
+                    entropy=None if from_entropy is None else from_entropy[some],
+                )  # fmt: skip
+                if need_x:
+                    _product(z, w, dx[some], add=part.start > 0)
+                if need_weight:
+                    _product(z.t(), x[some], sum_w, add=some.start > 0 or main_grad is not None)
+                if need_bias:
+                    sum_b += z.sum(0, dtype=torch.float32)
+            if parts:
+                dw[part] = sum_w
             if need_bias:
-                db[part] = z.sum(0, dtype=torch.float32)
+                db[part] = sum_b
+    buffer = z = total = None  # before the gradient of input is there twice
     return dx.to(input.dtype).view(input.shape) if need_x else dx.to(input.dtype), dw, db
 
 
-def _rows_backward_fake(grad, input, linear_weight, *args):
+def _rows_backward_fake(grad, grad_entropy, input, linear_weight, *args):
     return _gradients_fake(input, linear_weight, *args[-3:], linear_weight.dtype)
 
 
+_ROWS = "float heat, bool lean, bool stats, bool entropy, int step, int tokens"
+
 _rows_backward_op = register(
-    f"linear_cross_entropy_rows_backward(Tensor grad, {_INPUTS}, Tensor state, {_TERMS}, bool lean, int chunk, "
-    f"{_NEEDS}) -> (Tensor, Tensor, Tensor)",
+    f"linear_cross_entropy_rows_backward(Tensor grad, Tensor? grad_entropy, {_INPUTS}, Tensor state, {_TERMS}, "
+    f"{_ROWS}, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
     _rows_backward,
     _rows_backward_fake,
     backward=no_second_derivative,
@@ -409,27 +480,80 @@ _rows_backward_op = register(
 
 
 def _rows_setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:8], output[1])
+    ctx.save_for_backward(*inputs[:8], output[2])
     ctx.options = inputs[8:]
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
-def _rows_autograd(ctx, grad, _state):
-    if grad is None:
-        return (None,) * 15
+def _rows_autograd(ctx, grad, grad_entropy, *_):
+    if grad is None and grad_entropy is None:
+        return (None,) * 19
+    grad = torch.zeros_like(grad_entropy) if grad is None else grad
     needs = ctx.needs_input_grad[:3]
-    found = _rows_backward_op(grad, *ctx.saved_tensors, *ctx.options, *needs)
-    return (*(g if needed else None for g, needed in zip(found, needs, strict=True)), *(None,) * 12)
+    found = _rows_backward_op(grad, grad_entropy, *ctx.saved_tensors, *ctx.options, *needs)
+    return (*(g if needed else None for g, needed in zip(found, needs, strict=True)), *(None,) * 16)
 
 
 _rows_op = register(
-    f"linear_cross_entropy_rows({_INPUTS}, {_TERMS}, bool lean, int chunk) -> (Tensor, Tensor)",
+    f"linear_cross_entropy_rows({_INPUTS}, {_TERMS}, {_ROWS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _rows,
     _rows_fake,
     setup_context=_rows_setup,
     backward=_rows_autograd,
 )
+
+
+# --- The gradient of the weight added to a given buffer ---------------------------------------------------------------
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    """(loss, of one or of each token, *extras), and no gradient of the weight.
+
+    Not an operator, as torch.library knows none that both writes into an argument and has a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, main_grad, scale, chunked, options, *inputs):
+        input, _, linear_bias, target = inputs[:4]
+        ctx.chunked, ctx.options, ctx.done = chunked, options, False
+        ctx.dtypes = (input.dtype, None if linear_bias is None else linear_bias.dtype)
+        needs = ctx.needs_input_grad[4], True, ctx.needs_input_grad[6]
+        if chunked:  # the gradients are finished here, for the incoming gradient that is announced
+            stats = options[-4]
+            extras = Extras.empty(target.numel() if stats else 0, input.device)
+            loss, dx, _, db = _tokens(
+                *inputs, scale.expand(target.numel()), *options[:5], *needs, 0,
+                extras=extras if stats else None, main_grad=main_grad,
+            )  # fmt: skip
+            ctx.save_for_backward(scale, dx, db)
+            ctx.mark_non_differentiable(*extras)
+            return loss.sum(), *extras
+        loss, _, state, *extras = _rows(*inputs, *options)
+        ctx.main_grad = main_grad
+        ctx.save_for_backward(*inputs, state)
+        ctx.mark_non_differentiable(*extras)
+        return loss, *extras
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, *_):
+        none = (None,) * 5
+        if not ctx.chunked:
+            needs = ctx.needs_input_grad[4], True, ctx.needs_input_grad[6]
+            dx, _, db = _rows_backward(grad, None, *ctx.saved_tensors, *ctx.options, *needs, main_grad=ctx.main_grad)
+            return *none[:4], dx if needs[0] else None, None, db if needs[2] else None, *none
+        if ctx.done:
+            raise LigerError(
+                "a second backward with main_grad: the forward added the gradient of linear_weight once; "
+                "use memory='lean', which adds it in each backward"
+            )
+        ctx.done = True
+        scale, dx, db = ctx.saved_tensors
+        right = torch.where(grad == scale, 1.0, float("nan"))  # main_grad cannot be put right any more: be loud
+        dx = _scale(dx, right, ctx.dtypes[0]) if ctx.needs_input_grad[4] else None
+        db = _scale(db, right, ctx.dtypes[1]) if ctx.needs_input_grad[6] else None
+        return *none[:4], dx, None, db, *none
 
 
 def _defers(input: torch.Tensor, linear_weight: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -486,6 +610,33 @@ def _check(input, linear_weight, target, linear_bias) -> torch.dtype:
     return input.dtype
 
 
+class LossOutput(NamedTuple):
+    """What linear_cross_entropy gives with return_stats=True. Only ``loss`` is differentiable.
+
+    loss: as without. token_loss: fp32, shape of target, the loss of reduction="none". logsumexp: fp32, of each token's
+    (soft-capped) logits. argmax: int64, the likeliest class of each token, so (argmax == target) is its accuracy. For
+    ignored tokens token_loss is 0; the other two are theirs all the same.
+    """
+
+    loss: torch.Tensor
+    token_loss: torch.Tensor
+    logsumexp: torch.Tensor
+    argmax: torch.Tensor
+
+
+def _check_main_grad(main_grad: torch.Tensor, linear_weight: torch.Tensor) -> None:
+    wanted = torch.float32, linear_weight.shape, linear_weight.device
+    if (main_grad.dtype, main_grad.shape, main_grad.device) != wanted or not main_grad.is_contiguous():
+        raise LigerError(
+            f"main_grad must be a contiguous float32 tensor {tuple(linear_weight.shape)} on {linear_weight.device}, "
+            f"got {main_grad.dtype} {tuple(main_grad.shape)} on {main_grad.device}, strides {main_grad.stride()}"
+        )
+    if main_grad.requires_grad:
+        raise LigerError("main_grad requires a gradient itself: pass a plain buffer, such as main_grad.detach()")
+    if torch.compiler.is_compiling():
+        raise LigerError("main_grad is not supported under torch.compile: leave it out, or call the loss eagerly")
+
+
 def linear_cross_entropy(
     input: torch.Tensor,
     linear_weight: torch.Tensor,
@@ -499,7 +650,10 @@ def linear_cross_entropy(
     softcap: float | None = None,
     reduction: str = "mean",
     memory: str = "fast",
-) -> torch.Tensor:
+    return_stats: bool = False,
+    main_grad: torch.Tensor | None = None,
+    main_grad_scale: float | torch.Tensor = 1.0,
+) -> torch.Tensor | LossOutput:
     """Cross-entropy of ``input @ linear_weight.T + linear_bias`` with ``target``, without the (tokens, V) logits.
 
     Args:
@@ -510,6 +664,14 @@ def linear_cross_entropy(
         weight, ignore_index, label_smoothing, z_loss, softcap, reduction: as in ``cross_entropy``.
         memory: "fast" (three products; holds an fp32 gradient of the weight until backward) or "lean" (four products;
             under 0.4 GiB beyond the gradients). Both are exact.
+        return_stats: return a ``LossOutput`` instead, at no extra pass.
+        main_grad: fp32 (V, D), contiguous: the gradient of linear_weight is added to it in fp32 and linear_weight
+            itself gets none (hooks on its gradient do not run). At most 1 GiB is then held beyond the gradients. Left
+            alone where linear_weight needs no gradient. Not under torch.compile.
+        main_grad_scale: with main_grad, "fast", and reduction "mean" or "sum" only, where the gradient is finished in
+            the forward: the incoming gradient that the loss will get, such as 1 / accumulation steps (a number, or a
+            scalar tensor on the device). If another one arrives, the gradient of input is NaN; a forward without
+            backward has added to main_grad all the same.
 
     Returns:
         fp32 loss, () or, for reduction="none", the shape of ``target``. Gradients have each input's own dtype. For
@@ -528,10 +690,60 @@ def linear_cross_entropy(
         linear_weight.shape[0], input.device, target, weight, ignore_index, label_smoothing, z_loss, softcap, reduction
     )
     scales = make_scales(target, weight, terms, reduction)
-    inputs = (input, linear_weight, linear_bias, target, weight, *scales, *terms[:4], dtype)
-    if memory == "lean" or reduction == "none":
-        loss, _ = _rows_op(*inputs, memory == "lean", 0)
-        return loss if reduction == "none" else loss.sum()
-    grad = torch.is_grad_enabled()
-    needs = [grad and t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)]
-    return _fast_op(*inputs, *needs, needs[1] and _defers(input, linear_weight, dtype), 0)[0]
+    inputs = (input, linear_weight, linear_bias, target, weight, *scales)
+    options = (*terms[:4], dtype)
+    chunked = memory == "fast" and reduction != "none"
+    needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs[:3]]
+    rows = (1.0, memory == "lean", return_stats, False, 0, 0)
+    if main_grad is not None:
+        _check_main_grad(main_grad, linear_weight)
+    if main_grad is not None and needs[1]:
+        scale = torch.as_tensor(main_grad_scale, dtype=torch.float32, device=input.device)
+        loss, *extras = _IntoMainGrad.apply(main_grad, scale, chunked, (*options, *rows), *inputs)
+    elif chunked:
+        defer = needs[1] and _defers(input, linear_weight, dtype)
+        loss, _, _, _, _, *extras = _fast_op(*inputs, *options, *needs, defer, return_stats, 0)
+    else:
+        loss, _, _, *extras = _rows_op(*inputs, *options, *rows)
+    if reduction != "none" and not chunked:
+        loss = loss.sum()
+    return LossOutput(loss, *(t.view(target.shape) for t in extras)) if return_stats else loss
+
+
+def linear_logprob(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    linear_bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each target token, as reinforcement learning and distillation need it.
+
+    z = softcap * tanh(logits / softcap) / temperature with logits = input @ linear_weight.T + linear_bias;
+    log p = z[target] - logsumexp(z), entropy = -sum_v p_v * log p_v. The (tokens, V) logits are never held: one product
+    in the forward and three in the backward, over slices of the vocabulary (memory="lean" of linear_cross_entropy).
+
+    Args:
+        input, linear_weight, target, linear_bias: as in ``linear_cross_entropy``.
+        temperature: positive; 1.0 is the model's own distribution.
+        ignore_index: tokens with this target get 0 (both) and no gradient.
+        return_entropy: return (log-probabilities, entropies), both differentiable, of the same two passes.
+
+    Returns:
+        fp32 log-probabilities, shape of ``target``; or the pair.
+
+    Raises:
+        LigerError (a ValueError): as in ``linear_cross_entropy``, or a temperature that is not positive.
+    """
+    dtype = _check(input, linear_weight, target, linear_bias)
+    if not temperature > 0.0:
+        raise LigerError(f"temperature must be positive, got {temperature} (for temperature 0 take the argmax)")
+    terms, _ = check_terms(linear_weight.shape[0], input.device, target, None, ignore_index, 0.0, 0.0, softcap, "none")
+    scales = make_scales(target, None, terms, "none")
+    inputs = (input, linear_weight, linear_bias, target, None, *scales, *terms[:4], dtype)
+    loss, entropy, *_ = _rows_op(*inputs, 1.0 / float(temperature), True, False, return_entropy, 0, 0)
+    return (-loss, entropy) if return_entropy else -loss
