@@ -133,6 +133,22 @@ class Config:
         return out | copy.deepcopy(self.extra)
 
 
+def check_windows(config: Any, window: int | None) -> None:
+    """Raise ConfigError unless ``window`` is positive or None and ``config.layer_types`` fits it and the layers."""
+    if window is not None and window < 1:
+        raise ConfigError(f"sliding_window must be null (no window) or at least 1 (a query sees itself), found {window}")
+    kinds = config.layer_types
+    if kinds is None:
+        return
+    if len(kinds) != config.num_hidden_layers:
+        raise ConfigError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {config.num_hidden_layers}")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ConfigError(f"layer_types must say 'full_attention' or 'sliding_attention', found {kind!r}")
+    if window is None and "sliding_attention" in kinds:
+        raise ConfigError("layer_types has 'sliding_attention', but sliding_window is null or switched off")
+
+
 def _check_type(name: str, value: Any, hint: Any) -> None:
     """Raise ConfigError unless ``value`` is of the annotated type (an int will do for a float; a bool is no int)."""
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

@@ -39,11 +39,11 @@ class LlamaConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hidden_act not in ("silu", "swish"):
-            raise ConfigError(f"hidden_act {self.hidden_act!r}: Llama's MLP is gated by silu")
-        if (
-            self.rope.get("partial_rotary_factor", 1) != 1
-        ):  # transformers ignores it for one rope_type, fails for others
-            raise ConfigError(f"partial_rotary_factor {self.rope['partial_rotary_factor']}: Llama turns whole heads")
+            raise ConfigError(f"hidden_act {self.hidden_act!r}: the MLP of {self.model_type} is gated by silu")
+        if self.rope.get("partial_rotary_factor", 1) != 1:  # transformers ignores it, or fails on it
+            raise ConfigError(
+                f"partial_rotary_factor {self.rope['partial_rotary_factor']}: {self.model_type} turns whole heads"
+            )
 
 
 class LlamaAttention(nn.Module):
@@ -86,10 +86,13 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaBlock(nn.Module):
+    attention_class: ClassVar[type[nn.Module]] = LlamaAttention  # families that differ here alone put theirs
+    mlp_class: ClassVar[type[nn.Module]] = LlamaMLP
+
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
-        self.self_attn = LlamaAttention(config, layer)
-        self.mlp = LlamaMLP(config)
+        self.self_attn = self.attention_class(config, layer)
+        self.mlp = self.mlp_class(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.recompute = True
@@ -107,10 +110,11 @@ class LigerLlama(CausalLM):
     """A Llama with its language-model head. ``LigerLlama(config)`` has random weights; see also ``from_hub``."""
 
     config_class = LlamaConfig
+    block_class: ClassVar[type[nn.Module]] = LlamaBlock
 
     def __init__(self, config: LlamaConfig):
         super().__init__(config)
-        layers = (LlamaBlock(config, i) for i in range(config.num_hidden_layers))
+        layers = (self.block_class(config, i) for i in range(config.num_hidden_layers))
         self.model = nn.ModuleDict(
             {
                 "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id),
