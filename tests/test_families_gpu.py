@@ -13,8 +13,8 @@ import ligermodels
 pytestmark = pytest.mark.gpu
 
 BASE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048, "pad_token_id": None,
-        "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "max_position_embeddings": 2048, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 FAMILIES = {
     "llama": {"model_type": "llama"},
     "mistral, window": {"model_type": "mistral", "sliding_window": 96},
