@@ -53,16 +53,22 @@ def unfused(norm):
     return lambda x, r, w: (norm(r + x, w), r + x)
 
 
+def set_block(monkeypatch, most):
+    monkeypatch.setattr(importlib.import_module("ligermodels.kernels.rms_norm"), "_MAX_BLOCK", most)
+
+
 @pytest.fixture(params=["one block", "several blocks"])
 def blocks(request, monkeypatch):
     if request.param == "several blocks":
-        monkeypatch.setattr(importlib.import_module("ligermodels.kernels.rms_norm"), "_MAX_BLOCK", 16)
+        set_block(monkeypatch, 16)
 
 
-@pytest.mark.parametrize("shape", [(1, 7), (2, 3, 33), (5, 64), (127, 8)], ids=str)
+# a few values; rows longer than a block; rows that fill it, for several programs of the backward pass, or several chunks
+@pytest.mark.parametrize(("shape", "most"), [((1, 7), 64), ((2, 3, 33), 16), ((70, 64), 64), ((40, 9), 8)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_rms_norm_and_its_gradients_are_as_exact_as_eager(device, dtype, shape, blocks):
+def test_rms_norm_and_its_gradients_are_as_exact_as_eager(device, dtype, shape, most, monkeypatch):
+    set_block(monkeypatch, most)
     x, w = tensor(*shape, like=(dtype, device)), tensor(shape[-1], like=(dtype, device))
     check_exact(norm(), llama, exact(0.0), (x, w))
     check_exact(norm(1.0, "gemma"), gemma, exact(1.0), (x, w))
@@ -205,6 +211,14 @@ def test_captures(device):
 def test_more_than_2_31_elements_and_more_than_65535_rows(shape):
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_().requires_grad_()
     check_tail(lambda x: rms_norm(x, torch.ones(shape[-1], device="cuda"), EPS), (x,))
+
+
+@pytest.mark.parametrize("device", FUSED_DEVICES)
+def test_offsets_beyond_2_to_the_31(device):
+    # four gigabytes, of which only the pages of three rows are ever touched
+    x = torch.empty(2**31 + 64, dtype=torch.float16, device=device).as_strided((3, 16), (2**30 + 16, 1))
+    x.copy_(tensor(3, 16, grad=False))
+    assert torch.equal(rms_norm(x, None), rms_norm(x.contiguous(), None))
 
 
 def test_errors_name_the_argument():
