@@ -136,7 +136,7 @@ class Config:
 def check_windows(config: Any, window: int | None) -> None:
     """Raise ConfigError unless ``window`` is positive or None and ``config.layer_types`` fits it and the layers."""
     if window is not None and window < 1:
-        raise ConfigError(f"sliding_window must be null (no window) or at least 1 (a query sees itself), found {window}")
+        raise ConfigError(f"sliding_window must be null (no window) or at least 1 (itself), found {window}")
     kinds = config.layer_types
     if kinds is None:
         return
