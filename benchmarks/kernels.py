@@ -4,7 +4,8 @@
     python benchmarks/kernels.py --only linear_cross_entropy --out result.json
     python benchmarks/kernels.py --quick                  # small shapes, few repetitions: does it all work?
     python benchmarks/kernels.py --tokens                 # linear_cross_entropy over 256 ... 131072 tokens
-    python benchmarks/kernels.py --tune                   # launch shapes and chunk sizes, to choose the constants
+    python benchmarks/kernels.py --sweep                  # rms_norm, rope, swiglu over widths and tokens, 150 s
+    python benchmarks/kernels.py --tune                   # the losses' launch shapes and chunks, with their memory
 
 Times are medians between CUDA events, of forward without gradients and of forward + backward. Before each repetition
 the L2 cache is flushed and the device sleeps while the host queues the work, so that Python's time does not count (an
@@ -403,94 +404,136 @@ def token_cases(quick: bool) -> list[Case]:
 
 
 def tune_rows(note: Callable, n: int, v: int) -> None:
-    """Launch shapes of the row kernels."""
+    """Launch shapes of the row step of "fast": through the L2 cache, or held in the registers of several programs."""
     logits, target = torch.randn(n, v, device=DEVICE, dtype=BF16), labels(n, v)
-    one, loss, state = (torch.ones(shape, device=DEVICE) for shape in ((), (n,), (4, n)))
+    one, loss = torch.ones((), device=DEVICE), torch.ones(n, device=DEVICE)
     scales, terms = ce_module.Scales(one, one, one), ce_module.Terms(-100, 0.0, 0.0, 0.0, v)
-    chosen = ce_module.fused_launch, ce_module._launch
+    chosen = ce_module.SPLIT_ROWS, ce_module.split_launch
     processors = ce_module.multiprocessors(logits.device)
 
     def fused():
         ce_module.row_fused(logits, target, None, scales, terms, loss)
 
+    def checked(what: str) -> None:
+        """Time it, and hold it to the gradient that the kernel through the cache gives."""
+        torch.manual_seed(0)
+        logits.normal_(std=3.0)
+        mine = logits[:300].clone()
+        ce_module.row_fused(mine, target[:300], None, scales, terms, loss[:300])
+        if not hasattr(checked, "true"):
+            checked.true, checked.loss = mine, loss[:300].clone()
+        torch.testing.assert_close(loss[:300], checked.loss, rtol=1e-5, atol=1e-5)
+        wrong = (mine.float() - checked.true.float()).abs() > 2**-7 * checked.true.float().abs() + 1e-12
+        assert not wrong.any(), f"{what}: {wrong.sum()} elements differ by more than a bf16 step"
+        note(what, 4.0 * n * v, "bytes_per_s", fused)
+
+    ce_module.SPLIT_ROWS = False
+    checked(f"rows {n}x{v}: through the cache")
+    ce_module.SPLIT_ROWS = True
+    checked(f"rows {n}x{v}: registers, as chosen")
+    for each, warps, block, registers in (
+        *((1, 16, 32768, 128), (2, 8, 16384, 128), (2, 16, 16384, 64), (1, 32, 32768, 64)),
+        *((4, 4, 8192, 128), (3, 8, 8192, 80), (4, 8, 8192, 64), (1, 16, 16384, 128)),
+    ):
+        launch = {"BLOCK": block, "num_warps": warps, "maxnreg": registers, "launch_cooperative_grid": True}
+        ce_module.split_launch = lambda *_, x=(processors * each, -(-v // block), launch): x
+        checked(f"rows {n}x{v}: registers, {each} programs a multiprocessor, {warps} warps, block {block}")
+    ce_module.SPLIT_ROWS, ce_module.split_launch = chosen
+
+
+def tune_slices(note: Callable, n: int, v: int) -> None:
+    """Launch shapes of the two row steps of "lean", whose rows are short."""
+    logits, target = torch.randn(n, v, device=DEVICE, dtype=BF16), labels(n, 2 * v)
+    one, loss, state = (torch.ones(shape, device=DEVICE) for shape in ((), (n,), (4, n)))
+    scales, terms = ce_module.Scales(one, one, one), ce_module.Terms(-100, 0.0, 0.0, 0.0, 2 * v)
+    chosen = ce_module._launch
+
     def forward():
-        ce_module.row_forward(logits, target, None, scales, terms, state, loss)
+        ce_module.row_forward(logits, target, None, scales, terms, state, loss, first=v, carry=True)
 
     def backward():
-        ce_module.row_backward(logits, logits, target, None, scales, terms, state, one.expand(n))
+        ce_module.row_backward(logits, logits, target, None, scales, terms, state, one.expand(n), first=v)
 
-    note(f"rows {n}x{v} fused: as chosen", 4.0 * n * v, "bytes_per_s", fused)
-    for each, warps, block in (
-        *((1, 32, 16384), (1, 32, 32768), (1, 16, 8192), (1, 16, 16384), (2, 32, 16384)),
-        *((2, 16, 8192), (2, 8, 4096), (2, 8, 8192), (3, 16, 8192), (4, 8, 4096), (8, 8, 4096)),
-    ):
-        launch = (min(n, processors * each), {"BLOCK": block, "num_warps": warps})
-        ce_module.fused_launch = lambda *_, launch=launch: launch
-        what = f"rows {n}x{v} fused: {each} programs a multiprocessor, {warps} warps, block {block}"
-        note(what, 4.0 * n * v, "bytes_per_s", fused)
-    for warps, block in ((4, 2048), (4, 4096), (8, 4096), (8, 8192), (16, 8192)):
+    for warps, block in ((2, 1024), (4, 2048), (4, 4096), (8, 4096), (8, 8192)):
         ce_module._launch = lambda _, warps=warps, block=block: {"BLOCK": block, "num_warps": warps}
-        note(f"rows {n}x{v} forward: {warps} warps, block {block}", 2.0 * n * v, "bytes_per_s", forward)
-        note(f"rows {n}x{v} backward: {warps} warps, block {block}", 4.0 * n * v, "bytes_per_s", backward)
-    ce_module.fused_launch, ce_module._launch = chosen
+        note(f"slice {n}x{v} forward: {warps} warps, block {block}", 2.0 * n * v, "bytes_per_s", forward)
+        note(f"slice {n}x{v} backward: {warps} warps, block {block}", 4.0 * n * v, "bytes_per_s", backward)
+    ce_module._launch = chosen
 
 
-def tune_products(note: Callable, n: int, d: int, v: int) -> None:
-    """Is the fp32 product as fast as the plain one, and does it add in place?"""
-    c = linear_module._token_chunk(n, d, v, BF16, torch.device(DEVICE))
-    z, dw = torch.randn(c, v, device=DEVICE, dtype=BF16), torch.zeros(v, d, device=DEVICE)
-    x, w, low = (torch.randn(rows, d, device=DEVICE, dtype=BF16) for rows in (c, v, v))
-    one = torch.ones((), device=DEVICE)
-    for what, run in {
-        "logits": lambda: torch.mm(x, w.t(), out=z),
-        "dx": lambda: torch.mm(z, w),
-        "dw bf16": lambda: torch.mm(z.t(), x, out=low),
-        "dw fp32": lambda: linear_module._product(z.t(), x, dw),
-        "dw fp32 added": lambda: linear_module._product(z.t(), x, dw, add=True),
-    }.items():
-        note(f"product {what}: chunk {c}, {d} x {v}", 2.0 * c * d * v, "flop_per_s", run)
-    note(f"scale dw {d} x {v}", 6.0 * d * v, "bytes_per_s", lambda: linear_module._scale_op(dw, one, BF16))
+def tune_heads(note: Callable, n: int, d: int, v: int, chunks, slices) -> None:
+    """Chunks of "fast" with both row steps, slices and parts of tokens of "lean": time and memory.
 
-
-def tune_chunks(note: Callable, n: int, d: int, v: int, quick: bool) -> None:
+    Correctness: dX of each must be as near to the one of the current choice as two bf16 roundings allow.
+    """
     x, head, target = leaf(n, d), leaf(v, d, scale=d**-0.5), labels(n, v)
-    one = torch.ones((), device=DEVICE)
-    chosen = linear_module._token_chunk(n, d, v, BF16, x.device)
+    chosen = ce_module.SPLIT_ROWS, linear_module._token_chunk, linear_module._lean_shape
+    true = None
 
-    def run(chunk):
-        x.grad = head.grad = None
-        terms = (-100, 0.0, 0.0, 0.0, BF16)
-        linear_module._fast_op(x, head, None, target, None, one, one, one, *terms, True, True, False, False, False, chunk)[
-            0
-        ].backward()
+    def check(what: str, memory: str) -> None:
+        nonlocal true
 
-    for chunk in sorted({chosen, *((32,) if quick else (1024, 1408, 2048, 2816, 3456, 4096, 5504, 8192))}):
-        what = f"fast {n}x{d}x{v}: chunk {chunk}{' (chosen)' if chunk == chosen else ''}"
-        note(what, 6.0 * n * d * v, "flop_per_s", lambda chunk=chunk: run(chunk))
+        def run():
+            x.grad = head.grad = None
+            ours.linear_cross_entropy(x, head, target, memory=memory).backward()
+
+        run()
+        found = [t.grad[:2048].float() for t in (x, head)]
+        true = found if true is None else true
+        for a, b in zip(found, true, strict=True):
+            assert (a - b).norm() <= 6e-3 * b.norm(), f"{what}: gradients differ"
+        beyond = peak_bytes(run, [x, head, target])[1]
+        note(f"{what}, beyond {beyond / 2**20:5.0f} MiB", 6.0 * n * d * v, "flop_per_s", run)
+
+    name = f"{n}x{d}x{v}"
+    for chunk in chunks:
+        for split in (False, True):
+            ce_module.SPLIT_ROWS = split
+            if chunk:
+                linear_module._token_chunk = lambda *_, chunk=chunk: chunk
+            how = "registers" if split else "cache"
+            check(f"fast {name}: chunk {chunk or 'as chosen'}, rows through {how}", "fast")
+            linear_module._token_chunk = chosen[1]
+    for step, tokens in slices:
+        if step:
+            linear_module._lean_shape = lambda *_, s=step, t=tokens: (min(s, v), min(t or n, n))
+        check(f"lean {name}: " + (f"slices of {step} classes x {tokens or n} tokens" if step else "as chosen"), "lean")
+        linear_module._lean_shape = chosen[2]
+    ce_module.SPLIT_ROWS, linear_module._token_chunk, linear_module._lean_shape = chosen
 
 
 def tune(quick: bool) -> list[dict]:
-    """What the constants of the two loss files are chosen by."""
+    """What the constants of the two loss files are chosen by: about 100 s on an H200."""
     found = []
 
     def note(what: str, amount: float, unit: str, run: Callable) -> None:
-        try:
-            ms = median_ms(run, quick)
-        except Exception as problem:
-            print(f"{what:70} FAILED {type(problem).__name__}: {str(problem)[:120]}", flush=True)
-            return
+        ms = median_ms(run, quick)
         found.append({"peer": "ours", "what": what, "ms": ms, unit: amount / ms * 1e3})
         name = "TB/s" if unit == "bytes_per_s" else "TFLOP/s"
-        print(f"{what:70} {ms:8.3f} ms  {amount / ms / 1e9:9.3f} {name}", flush=True)
+        print(f"{what:88} {ms:8.3f} ms  {amount / ms / 1e9:9.3f} {name}", flush=True)
 
-    for n, v in [(64, 1000)] if quick else [(4096, 128256), (2816, 256000), (3456, 151936), (8192, 49152)]:
-        tune_rows(note, n, v)
+    def attempt(function: Callable, *args) -> None:
+        try:
+            function(note, *args)
+        except Exception as problem:  # the rest is still worth knowing
+            print(f"FAILED {function.__name__}{args}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
+            found.append({"peer": "ours", "what": f"{function.__name__}{args}", "failed": str(problem)[:300]})
         clear()
-    for n, d, v in [(64, 32, 1000)] if quick else [(16384, 4096, 128256), (8192, 2304, 256000), (32768, 896, 151936)]:
-        tune_products(note, n, d, v)
-        clear()
-        tune_chunks(note, n, d, v, quick)
-        clear()
+
+    for n, v in [] if quick else [(4096, 128256), (2816, 256000), (4736, 151936)]:
+        attempt(tune_rows, n, v)
+    for n, v in [(64, 1000)] if quick else [(32768, 4096), (16384, 4096)]:
+        attempt(tune_slices, n, v)
+    heads = [
+        (16384, 4096, 128256, (0, 4096, 5504, 8192), ((0, 0), (4096, 0), (8192, 0), (8192, 8192), (8192, 4096))),
+        (8192, 2304, 256000, (0, 2048, 4096, 5504), ((0, 0), (8192, 0), (16384, 0), (8192, 4096), (4096, 4096))),
+        (
+            *(32768, 896, 151936, (0, 3456, 5504, 6656)),
+            ((0, 0), (4096, 0), (5120, 0), (8192, 16384), (16384, 8192), (8192, 8192), (4096, 8192), (4096, 4096)),
+        ),
+    ]
+    for head in [(64, 32, 1000, (0, 32), ((0, 0), (300, 32)))] if quick else heads:
+        attempt(tune_heads, *head)
     return found
 
 
@@ -517,13 +560,14 @@ def environment() -> dict:
     }
 
 
-def elementwise_cases(quick: bool) -> list[Case]:
+def elementwise():
+    """The module kernel_rows_elementwise.py."""
     path = ROOT / "benchmarks" / "kernel_rows_elementwise.py"
     spec = importlib.util.spec_from_file_location("kernel_rows_elementwise", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["kernel_bench"] = sys.modules[__name__]  # what the rows import Case from
     spec.loader.exec_module(module)
-    return module.cases(quick)
+    return module
 
 
 def main() -> None:
@@ -534,7 +578,8 @@ def main() -> None:
     cli.add_argument("--peers", help="only these, separated by commas")
     cli.add_argument("--quick", action="store_true", help="small shapes, few repetitions; also runs on CPU")
     cli.add_argument("--tokens", action="store_true", help="linear_cross_entropy over the number of tokens instead")
-    cli.add_argument("--tune", action="store_true", help="sweep launch shapes and chunk sizes instead")
+    cli.add_argument("--tune", action="store_true", help="sweep the losses' launch shapes and chunks instead")
+    cli.add_argument("--sweep", action="store_true", help="norm, rope, swiglu over widths and tokens: ratios only")
     cli.add_argument("--out", type=Path, help="JSON file for the rows")
     args = cli.parse_args()
     if DEVICE != "cuda" and not args.quick:
@@ -549,11 +594,11 @@ def main() -> None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(report, indent=1) + "\n")
 
-    if args.tune:
-        report["rows"] = tune(args.quick)
+    if args.tune or args.sweep:
+        report["rows"] = tune(args.quick) if args.tune else elementwise().sweep(args.quick)
         save()
         return
-    cases = token_cases(args.quick) if args.tokens else elementwise_cases(args.quick) + loss_cases(args.quick)
+    cases = token_cases(args.quick) if args.tokens else elementwise().cases(args.quick) + loss_cases(args.quick)
     for case in cases:
         if args.only and case.op not in args.only:
             continue
