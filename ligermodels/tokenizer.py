@@ -7,6 +7,7 @@ library), ``tokenizer_config.json`` (special tokens, chat template) and, when pr
 from __future__ import annotations
 
 import json
+import operator
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -36,8 +37,14 @@ _FILES = (
     "merges.txt",
 )
 _TEMPLATE_FOLDER = "additional_chat_templates"
-# Files that would override what is saved, were they left over from another tokenizer in the same folder.
-_OVERRIDING_FILES = ("special_tokens_map.json", "chat_template.jinja")
+# Files that would override or complete what is saved, were they left over from another tokenizer in the same folder.
+_OVERRIDING_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 _CLEAN_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
@@ -64,15 +71,24 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
-        self._saved_templates = dict(self.chat_templates)
+        self._saved_templates = dict(self.chat_templates) if folder is not None else {}
         self._clean_up = clean_up_spaces
         self._folder = folder
         self._environment = _template_environment()
         self._compiled: dict[str, jinja2.Template] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and for worker processes: compiled templates cannot be pickled, and are made anew."""
+        return {**vars(self), "_environment": None, "_compiled": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _environment=_template_environment())
+
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Tokenizer:
         """Read the tokenizer of ``folder``. Raises LigerError when a file is missing or broken, naming it."""
+        if not isinstance(folder, (str, Path)):
+            raise LigerError(f"folder: expected a path, got {folder!r}")
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -92,7 +108,7 @@ class Tokenizer:
         if "added_tokens_decoder" not in config:  # written before transformers 4.34: the map completes the config
             config = {**config, **_read_json(folder / "special_tokens_map.json")}
         special = _named_special_tokens(config, folder)
-        _add_missing_tokens(backend, config, special)
+        _add_missing_tokens(backend, config, special, folder / "tokenizer_config.json")
         # transformers 5 leaves BPE alone: there the clean-up would eat spaces that belong to the text.
         clean_up = bool(config.get("clean_up_tokenization_spaces")) and type(backend.model).__name__ != "BPE"
         return cls(
@@ -130,20 +146,30 @@ class Tokenizer:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the files this tokenizer was read from into ``folder``, byte for byte.
 
-        A ``chat_template`` assigned since is written to chat_template.jinja, which wins over the config's. A stale
-        special_tokens_map.json or chat_template.jinja of another tokenizer in ``folder`` is removed: either would
-        override what is saved.
+        When a chat template was assigned since, all are written as .jinja files, which win over the config's. Configs
+        and templates that another tokenizer left in ``folder`` are removed: they would override what is saved.
+        Raises LigerError if ``folder`` cannot be written, or the files it was read from are gone.
         """
         folder = Path(folder)
+        try:
+            self._save(folder)
+        except OSError as error:
+            raise LigerError(f"{folder}: the tokenizer could not be saved: {error}") from error
+
+    def _save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if self._folder is None:
+            _remove_leftovers(folder, keep=None)
             self.backend.save(str(folder / "tokenizer.json"))
             config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
             (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), "utf-8")
         else:
             self._copy_files(folder)
-        if self.chat_templates != self._saved_templates and self.chat_template is not None:
-            (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8", newline="")
+        if self.chat_templates != self._saved_templates:
+            for name, source in self.chat_templates.items():
+                path = folder / ("chat_template.jinja" if name == "default" else f"{_TEMPLATE_FOLDER}/{name}.jinja")
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(source, encoding="utf-8", newline="")
 
     def _copy_files(self, folder: Path) -> None:
         source = self._folder
@@ -153,11 +179,10 @@ class Tokenizer:
             )
         if folder.resolve() == source.resolve():
             return
+        _remove_leftovers(folder, keep=source)
         for name in _FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
-            elif name in _OVERRIDING_FILES:
-                (folder / name).unlink(missing_ok=True)
         if (source / _TEMPLATE_FOLDER).is_dir():
             shutil.copytree(source / _TEMPLATE_FOLDER, folder / _TEMPLATE_FOLDER, dirs_exist_ok=True)
 
@@ -226,7 +251,11 @@ class Tokenizer:
         Spaces are kept as the tokenizer's decoder gives them; only when tokenizer_config.json sets
         ``clean_up_tokenization_spaces`` and the model is not BPE, the space before punctuation is dropped.
         """
-        ids = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
+        if hasattr(ids, "tolist"):  # a tensor or an array
+            ids = ids.tolist()
+        if not isinstance(ids, Iterable):
+            raise LigerError(f"ids: expected a flat list of token ids, got {ids!r}")
+        ids = list(ids)
         bad = next((i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**32), None)
         if bad is not None:
             hint = "; -100 marks ignored labels, take them out first" if bad == -100 else ""
@@ -249,6 +278,12 @@ class Tokenizer:
         """
         if side not in ("left", "right"):
             raise LigerError(f'side: expected "left" or "right", got {side!r}')
+        try:
+            sequences = [list(map(operator.index, ids)) for ids in sequences]
+        except TypeError as error:
+            raise LigerError("sequences: expected a list of lists of token ids") from error
+        if not all(0 <= i < 2**63 for ids in sequences for i in ids):
+            raise LigerError("sequences: found a negative number or one beyond 64 bits among the token ids")
         if not sequences or any(len(ids) == 0 for ids in sequences):
             raise LigerError("sequences: expected at least one list of ids, and none of them empty")
         fill = next((i for i in (self.pad_token_id, self.eos_token_id) if i is not None), 0)
@@ -355,6 +390,14 @@ class StreamDecoder:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
 
+def _remove_leftovers(folder: Path, keep: Path | None) -> None:
+    """Remove what another tokenizer left in ``folder``, but for the names that ``keep`` has too."""
+    templates = (f"{_TEMPLATE_FOLDER}/{path.name}" for path in (folder / _TEMPLATE_FOLDER).glob("*.jinja"))
+    for name in (*_OVERRIDING_FILES, *templates):
+        if keep is None or not (keep / name).is_file():
+            (folder / name).unlink(missing_ok=True)
+
+
 def _missing(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder}: no such folder"
@@ -408,14 +451,22 @@ def _named_special_tokens(config: dict[str, Any], folder: Path) -> dict[str, tok
 
 
 def _add_missing_tokens(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, tokenizers.AddedToken]
+    backend: tokenizers.Tokenizer,
+    config: dict[str, Any],
+    special: dict[str, tokenizers.AddedToken],
+    where: Path,
 ) -> None:
     """Add to the encoder the tokens that tokenizer_config.json declares and tokenizer.json does not."""
     declared = config.get("added_tokens_decoder") or {}
-    tokens = [_token(declared[index], f"added_tokens_decoder[{index}]") for index in sorted(declared, key=int)]
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if not isinstance(declared, dict) or not all(index.isdecimal() for index in declared):
+        raise LigerError(f"{where}: added_tokens_decoder: expected an object of ids and tokens, got {declared!r:.80}")
+    tokens = [_token(declared[index], f"{where}: added_tokens_decoder[{index}]") for index in sorted(declared, key=int)]
+    name = "extra_special_tokens" if config.get("extra_special_tokens") else "additional_special_tokens"
+    extra = config.get(name) or []
     extra = list(extra.values()) if isinstance(extra, dict) else extra
-    for token in (*special.values(), *(_token(value, "extra_special_tokens") for value in extra)):
+    if not isinstance(extra, list):
+        raise LigerError(f"{where}: {name}: expected a list or an object of tokens, got {extra!r:.80}")
+    for token in (*special.values(), *(_token(value, f"{where}: {name}") for value in extra)):
         token.special = True
         tokens.append(token)
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -439,11 +490,15 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     if isinstance(value, str):
         return {"default": value}
     try:
-        return {str(entry["name"]): str(entry["template"]) for entry in value}
+        templates = {str(entry["name"]): str(entry["template"]) for entry in value}
     except (TypeError, KeyError) as error:
         raise LigerError(
             f'{folder / "tokenizer_config.json"}: chat_template: expected a string or a list of {{"name", "template"}}'
         ) from error
+    for name in templates:
+        if not name or Path(name).name != name:  # save_pretrained makes a file name of it
+            raise LigerError(f"{folder / 'tokenizer_config.json'}: chat_template: {name!r} is not a plain name")
+    return templates
 
 
 def _plain_messages(messages: Any) -> list[dict[str, Any]]:

@@ -1,6 +1,8 @@
 """Tokenizer: against transformers' AutoTokenizer on tokenizers built here."""
 
+import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -339,7 +341,7 @@ def test_pad(tmp_path):
     ids, mask = ours.pad([[5, 6, 7], [8]], side="right")
     assert ids.tolist() == [[5, 6, 7], [8, pad, pad]] and mask.tolist() == [[1, 1, 1], [1, 0, 0]]
     assert ids.dtype == mask.dtype == torch.int64
-    for bad in ([], [[1], []]):
+    for bad in ([], [[1], []], None, [1, 2], ["ab"], [[1.5]], [[-5]], [[10**30]]):
         with pytest.raises(LigerError, match="sequences"):
             ours.pad(bad)
     with pytest.raises(LigerError, match="side"):
@@ -351,10 +353,18 @@ def test_save_writes_the_same_bytes_and_transformers_reads_them(tmp_path):
     (source / "special_tokens_map.json").write_text("{}")
     (source / "model.safetensors").write_text("not a tokenizer's file")
     saved = write(tmp_path / "b", byte_fallback())
-    (saved / "chat_template.jinja").write_text("left over from another model")
+    for name in (
+        "chat_template.jinja",
+        "chat_template.json",
+        "added_tokens.json",
+        "additional_chat_templates/rag.jinja",
+    ):
+        (saved / name).parent.mkdir(exist_ok=True)
+        (saved / name).write_text("left over from another model")
     Tokenizer.from_pretrained(source).save_pretrained(saved)
     names = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
-    assert {path.name for path in saved.iterdir()} == names
+    assert {path.name for path in saved.iterdir() if path.is_file()} == names
+    assert not list((saved / "additional_chat_templates").iterdir())
     assert all((saved / name).read_bytes() == (source / name).read_bytes() for name in names)
     ours, hf = both(saved)
     assert ours.apply_chat_template(CHAT) == hf.apply_chat_template(CHAT)["input_ids"]
@@ -369,7 +379,27 @@ def test_an_assigned_template_is_saved(tmp_path):
     assert not (tmp_path / "a" / "chat_template.jinja").exists()
 
 
+def test_a_tokenizer_built_in_memory_saves_all_its_templates(tmp_path):
+    templates = {"default": CHATML, "tool_use": MISTRAL}
+    write(tmp_path, byte_level(), chat_template="left over")
+    Tokenizer(byte_level(), special_tokens={"eos_token": "</s>"}, chat_templates=templates).save_pretrained(tmp_path)
+    again = Tokenizer.from_pretrained(tmp_path)
+    assert again.chat_templates == templates and again.special_tokens == {"eos_token": "</s>"}
+
+
+def test_copies_and_pickles_work_also_after_a_template_was_used(tmp_path):
+    ours = Tokenizer.from_pretrained(write(tmp_path, byte_level(), chat_template=CHATML))
+    expected = ours.apply_chat_template(CHAT)
+    for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert again.apply_chat_template(CHAT) == expected
+
+
 def test_bad_folders_are_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LigerError, match="could not be saved"):
+        Tokenizer(byte_level()).save_pretrained(tmp_path / "file")
+    with pytest.raises(LigerError, match="None"):
+        Tokenizer.from_pretrained(None)
     with pytest.raises(LigerError, match="nowhere: no such folder"):
         Tokenizer.from_pretrained(tmp_path / "nowhere")
     with pytest.raises(LigerError, match=r"no tokenizer\.json"):
@@ -385,6 +415,10 @@ def test_bad_folders_are_named(tmp_path):
         ("{", "JSON"),
         ("[]", "object"),
         ('{"eos_token": {"id": 3}}', "eos_token"),
+        ('{"added_tokens_decoder": {"x": "<s>"}}', "added_tokens_decoder"),
+        ('{"added_tokens_decoder": 3}', "added_tokens_decoder"),
+        ('{"extra_special_tokens": "<image>"}', "extra_special_tokens"),
+        ('{"chat_template": [{"name": "../up", "template": ""}]}', "plain name"),
         (b"\xff", "UTF-8"),
     ):
         path = tmp_path / "tokenizer_config.json"
@@ -398,7 +432,7 @@ def test_bad_text_and_ids(tmp_path):
     for text in (None, b"bytes", ["the"], "\ud800"):
         with pytest.raises(LigerError, match="text"):
             ours.encode(text)
-    for ids in ([-100], [[1, 2]], [1.0], torch.tensor([[1]])):
+    for ids in ([-100], [[1, 2]], [1.0], torch.tensor([[1]]), None, 5):
         with pytest.raises(LigerError, match="ids"):
             ours.decode(ids)
     assert ours.decode(torch.tensor(ours.encode("the fox"))) == "the fox"
