@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -107,11 +107,11 @@ def stream(
     input_ids, attention_mask = _check_prompt(input_ids, attention_mask, vocab_size, device)
     sampling = _Sampling(
         temperature=float(temperature),
-        top_k=top_k or 0,
+        top_k=int(top_k or 0),
         top_p=1.0 if top_p is None else float(top_p),
         generator=None if seed is None else _seeded(seed, device),
     )
-    return _steps(model, input_ids, attention_mask, max_new_tokens, sampling, eos_ids, pad_id)
+    return _steps(model, input_ids, attention_mask, int(max_new_tokens), sampling, eos_ids, pad_id)
 
 
 # no_grad, not inference_mode: the ids must stay usable in a training step, where embedding saves them for backward.
@@ -204,8 +204,12 @@ def _device(model: Any) -> torch.device:
     return next(model.parameters()).device
 
 
+def _is_id(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)  # numpy's integers too
+
+
 def _check_whole_number(name: str, value: object, hint: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not _is_id(value) or value < 0:
         raise LigerError(f"{name}: expected a whole number ≥ 0, got {value!r}{hint}")
 
 
@@ -276,16 +280,16 @@ def _default(model: Any, key: str) -> Any:
 def _eos_ids(model: Any, given: int | list[int] | None) -> list[int]:
     value = given if given is not None else _default(model, "eos_token_id")
     ids = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+    if not all(map(_is_id, ids)):
         raise LigerError(f"eos_token_id: expected a token id or a list of them, got {value!r}")
-    return ids
+    return [int(i) for i in ids if 0 <= i < model.config.vocab_size]  # no other is ever generated
 
 
 def _pad_id(model: Any, given: int | None, eos_ids: list[int], vocab_size: int) -> int:
     if given is not None:
-        if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < vocab_size:
+        if not _is_id(given) or not 0 <= given < vocab_size:
             raise LigerError(f"pad_token_id: expected a token id from 0 to {vocab_size - 1}, got {given!r}")
-        return given
+        return int(given)
     # Published configs hold -1, or an id that the embedding has no row for; ended rows are fed the pad id, so skip it.
     for value in (_default(model, "pad_token_id"), *eos_ids):
         if isinstance(value, int) and 0 <= value < vocab_size:

@@ -336,6 +336,13 @@ def test_a_bad_argument_is_named_at_the_call(name, value):
             function(Fake(hashed), PROMPT, **options)
 
 
+def test_numpy_integers_and_ids_that_no_token_has_are_taken():
+    numpy = pytest.importorskip("numpy")
+    options = {"max_new_tokens": numpy.int64(2), "eos_token_id": [numpy.int64(3), -1, 10**30], "top_k": numpy.int32(1)}
+    plain = {"max_new_tokens": 2, "eos_token_id": 3, "top_k": 1}
+    assert torch.equal(generate(Fake(hashed), PROMPT, **options), generate(Fake(hashed), PROMPT, **plain))
+
+
 @pytest.mark.parametrize(
     "ids",
     [
