@@ -6,9 +6,12 @@ as ``kernel_bench``). Run them by ``python benchmarks/kernels.py --only rms_norm
 
 from __future__ import annotations
 
+import statistics
+import time
+
 import torch
 import torch.nn.functional as F
-from kernel_bench import DEVICE, Case, leaf, ours
+from kernel_bench import DEVICE, Case, clear, forward_backward, leaf, median_ms, ours, upstream_of
 
 
 def plain_rms_norm(x, weight):
@@ -21,8 +24,28 @@ def plain_add_rms_norm(x, residual, weight):
     return plain_rms_norm(total, weight), total
 
 
+def torch_rms_norm(x, weight):
+    return F.rms_norm(x, (x.shape[-1],), weight, 1e-6)
+
+
 def plain_swiglu(gate, up):
     return F.silu(gate) * up
+
+
+def plain_swiglu_packed(gate_up):
+    return plain_swiglu(*gate_up.chunk(2, -1))
+
+
+def plain_geglu(gate, up):
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def plain_qk_norm_rope(q, k, q_weight, k_weight, cos, sin):
+    return plain_rope(plain_rms_norm(q, q_weight), plain_rms_norm(k, k_weight), cos, sin)
+
+
+def plain_embedding(weight, ids):
+    return F.embedding(ids, weight)
 
 
 def plain_rope(q, k, cos, sin):
@@ -47,6 +70,18 @@ def liger_swiglu():
     return op.apply
 
 
+def liger_geglu():
+    from liger_kernel.ops.geglu import LigerGELUMulFunction as op
+
+    return op.apply
+
+
+def liger_embedding():
+    from liger_kernel.ops.experimental.embedding import LigerEmbeddingFunction as op
+
+    return op.apply
+
+
 def liger_rope():
     from liger_kernel.ops.rope import LigerRopeFunction as op
 
@@ -66,6 +101,7 @@ def tables(s: int, d: int) -> list[torch.Tensor]:
 def cases(quick: bool) -> list[Case]:
     found = []
     norms = [(64, 256, None)] if quick else [(16384, 4096, 0.20), (16384, 2048, 0.11), (65536, 896, 0.19)]
+    norms += [] if quick else [(4096, 16384, None), (2048, 32768, None)]
     for n, d, goal in norms:
         found.append(
             Case(
@@ -77,7 +113,7 @@ def cases(quick: bool) -> list[Case]:
                     "ours": lambda: ours.rms_norm,
                     "eager": lambda: plain_rms_norm,
                     "compile": lambda: torch.compile(plain_rms_norm),
-                    "F.rms_norm": lambda: lambda x, w: F.rms_norm(x, (x.shape[-1],), w, 1e-6),
+                    "F.rms_norm": lambda: torch_rms_norm,
                     "liger": liger_rms_norm,
                 },
                 plain_rms_norm,
@@ -137,4 +173,142 @@ def cases(quick: bool) -> list[Case]:
                 goal_ms=goal,
             )
         )
+    return found + other_cases(quick)
+
+
+def other_cases(quick: bool) -> list[Case]:
+    found = []
+    for b, s, hq, hk, d in [(1, 16, 4, 2, 64)] if quick else [(4, 4096, 32, 8, 128), (4, 4096, 4, 1, 256)]:
+        moved = 2.0 * b * s * (hq + hk) * d
+        found.append(
+            Case(
+                "qk_norm_rope",
+                f"{b}x{s}x({hq}+{hk})x{d}",
+                lambda b=b, s=s, hq=hq, hk=hk, d=d: [
+                    leaf(b, s, hq, d), leaf(b, s, hk, d), leaf(d), leaf(d), *tables(s, d),
+                ],
+                lambda hq=hq, hk=hk, d=d: [
+                    leaf(1, 128, hq, d), leaf(1, 128, hk, d), leaf(d), leaf(d), *tables(128, d),
+                ],
+                {
+                    "ours": lambda: ours.qk_norm_rope,
+                    "eager": lambda: plain_qk_norm_rope,
+                    "compile": lambda: torch.compile(plain_qk_norm_rope),
+                },
+                plain_qk_norm_rope,
+                (2 * moved, 5 * moved),
+            )
+        )  # fmt: skip
+    n, i = (64, 512) if quick else (16384, 14336)
+    glus = {
+        "geglu": (ours.geglu, plain_geglu, {"liger": liger_geglu}, lambda n: [leaf(n, i), leaf(n, i)]),
+        "swiglu_packed": (ours.swiglu_packed, plain_swiglu_packed, {}, lambda n: [leaf(n, 2 * i)]),
+    }
+    for name, (fused, plain, more, inputs) in glus.items():
+        peers = {"ours": lambda f=fused: f, "eager": lambda p=plain: p, "compile": lambda p=plain: torch.compile(p)}
+        floor = (6.0 * n * i, 16.0 * n * i)
+        found.append(Case(name, f"{n}x{i}", lambda f=inputs: f(n), lambda f=inputs: f(128), peers | more, plain, floor))
+    v, d, n = (100, 64, 64) if quick else (128256, 4096, 16384)
+    spreads = {  # few ids are frequent, as in text; or one id is every token
+        "text": lambda n, v: (torch.rand(n, device=DEVICE).pow(6) * v).long(),
+        "one id": lambda n, v: torch.full((n,), v // 2, device=DEVICE),
+    }
+    for name, ids in spreads.items():
+        found.append(
+            Case(
+                "embedding",
+                f"{n}x{d} of {v} {name}",
+                lambda ids=ids: [leaf(v, d), ids(n, v)],
+                lambda ids=ids: [leaf(1000, 64), ids(4096, 1000)],
+                {
+                    "ours": lambda: lambda weight, given: ours.embedding(given, weight),
+                    "eager": lambda: plain_embedding,
+                    "compile": lambda: torch.compile(plain_embedding),
+                    "liger": liger_embedding,
+                },
+                plain_embedding,
+                (4.0 * n * d, 6.0 * n * d + 2.0 * v * d),
+            )
+        )
     return found
+
+
+# --- Every width and number of tokens: where are we slower than the best peer? ----------------------------------------
+
+SWEEP_S = 140.0  # then the rest is left out, and said so
+
+
+def sweep(quick: bool) -> list[dict]:
+    """Forward + backward against the best peer, widths times tokens. Prints the ratio only, then what is above 1.03."""
+    widths = [256] if quick else [576, 896, 1152, 1536, 2048, 2304, 3584, 4096, 5120, 8192, 16384]
+    inner = [512] if quick else [1536, 4864, 8192, 14336, 18944, 28672, 53248]
+    heads = [(4, 2, 64)] if quick else [(9, 3, 64), (14, 2, 64), (32, 8, 128), (8, 1, 256)]
+    cases = []
+    for d in widths:
+        peers = {
+            "F.rms_norm": lambda: torch_rms_norm,
+            "compile": lambda: _compiled(plain_rms_norm),
+            "liger": liger_rms_norm,
+        }
+        cases.append(("rms_norm", f"{d}", d, ours.rms_norm, peers, lambda n, d=d: [leaf(n, d), leaf(d)]))
+    for i in inner:
+        peers = {"compile": lambda: _compiled(plain_swiglu), "liger": liger_swiglu}
+        cases.append(("swiglu", f"{i}", 3 * i, ours.swiglu, peers, lambda n, i=i: [leaf(n, i), leaf(n, i)]))
+    for hq, hk, d in heads:
+        peers = {"compile": lambda: _compiled(plain_rope), "liger": liger_rope}
+        make = lambda n, hq=hq, hk=hk, d=d: [leaf(1, n, hq, d), leaf(1, n, hk, d), *tables(n, d)]  # noqa: E731
+        cases.append(("rope", f"({hq}+{hk})x{d}", (hq + hk) * d, ours.rope, peers, make))
+    started, found, left_out = time.monotonic(), [], 0
+    # the ends and the middle of the widths first, so that what the clock leaves out is in between
+    for op, shape, width, fused, peers, make in cases[::2] + cases[1::2]:
+        torch._dynamo.reset()
+        functions = {"ours": fused}
+        for name, factory in peers.items():
+            try:
+                functions[name] = factory()
+            except ImportError:
+                continue
+        for n in (64,) if quick else (256, 4096, 16384, 131072):
+            if n * width > 2**31:
+                continue
+            if time.monotonic() - started > SWEEP_S:
+                left_out += 1
+                continue
+            inputs = make(n)
+            upstream, times = upstream_of(fused, inputs), {}
+            for name, function in functions.items():
+                try:
+                    times[name] = median_ms(forward_backward(function, inputs, upstream), quick)
+                except Exception as problem:
+                    print(
+                        f"{op} {shape} {n} tokens: {name} FAILED {type(problem).__name__}: {problem}"[:200], flush=True
+                    )
+            best = min((t, p) for p, t in times.items() if p != "ours")
+            ratio = times["ours"] / best[0]
+            found.append({"op": op, "shape": shape, "tokens": n, "ratio": ratio, "best_peer": best[1], "ms": times})
+            print(f"{op:10} {shape:12} {n:7} tokens  {ratio:5.2f} of {best[1]}  ({times['ours']:.3f} ms)", flush=True)
+            inputs = upstream = None
+            clear()
+    slower = [r for r in found if r["ratio"] > 1.03]
+    middle = statistics.median(r["ratio"] for r in found)
+    print(
+        f"\n{len(found)} shapes, median ratio {middle:.2f}, slower than the best peer by more than 3 %: {len(slower)}"
+    )
+    for r in slower:
+        print(f"  {r['op']} {r['shape']}, {r['tokens']} tokens: {r['ratio']:.2f} of {r['best_peer']}  {r['ms']}")
+    if left_out:
+        print(f"  {left_out} shapes not measured: {SWEEP_S:.0f} s were over")
+    return found
+
+
+def _compiled(plain):
+    """torch.compile once for each width: the number of tokens is marked as dynamic."""
+    compiled = torch.compile(plain)
+
+    def run(*inputs):
+        for tensor in inputs:
+            if tensor.dim() > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0 if tensor.dim() == 2 else 1)
+        return compiled(*inputs)
+
+    return run

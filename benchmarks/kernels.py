@@ -3,7 +3,7 @@
     python benchmarks/kernels.py                          # everything, about 6 minutes on an H200
     python benchmarks/kernels.py --only linear_cross_entropy --out result.json
     python benchmarks/kernels.py --quick                  # small shapes, few repetitions: does it all work?
-    python benchmarks/kernels.py --tokens                 # linear_cross_entropy over 256 ... 131072 tokens
+    python benchmarks/kernels.py --tokens                 # linear_cross_entropy over 256 ... 131072 tokens, 150 s
     python benchmarks/kernels.py --sweep                  # rms_norm, rope, swiglu over widths and tokens, 150 s
     python benchmarks/kernels.py --tune                   # the losses' launch shapes and chunks, with their memory
 
@@ -88,16 +88,17 @@ def sync() -> None:
         torch.cuda.synchronize()
 
 
-def median_ms(run: Callable, quick: bool = False) -> float:
-    """Median device time of ``run()`` in ms, each repetition from a cold L2."""
+def median_ms(run: Callable, quick: bool = False, repetitions: int | None = None) -> float:
+    """Median device time of ``run()`` in ms, each repetition from a cold L2; warm already if ``repetitions`` is given."""
     global _flush
-    run()
-    sync()
-    started = time.perf_counter()
-    run()
-    sync()
-    guess = (time.perf_counter() - started) * 1e3
-    repetitions = 3 if quick else max(5, min(40, int(400 / max(guess, 0.01))))
+    if repetitions is None:
+        run()
+        sync()
+        started = time.perf_counter()
+        run()
+        sync()
+        guess = (time.perf_counter() - started) * 1e3
+        repetitions = 3 if quick else max(5, min(40, int(400 / max(guess, 0.01))))
     if DEVICE != "cuda":
         times = []
         for _ in range(repetitions):
@@ -388,16 +389,68 @@ def linear_case(n: int, d: int, v: int, peers: dict[str, Callable]) -> Case:
     )
 
 
-def token_cases(quick: bool) -> list[Case]:
-    """Time and memory over the number of tokens; eager only where its logits fit."""
-    d, v = (32, 1000) if quick else (2048, 128256)
-    found = []
-    for n in (16, 64) if quick else (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072):
-        peers = {k: p for k, p in linear_peers().items() if k != "cce exact"}
-        if n > 16384:
-            peers = {k: p for k, p in peers.items() if k not in ("eager", "compile")}
-        found.append(linear_case(n, d, v, peers))
-    return found
+HEADS = ((4096, 128256), (2304, 256000), (896, 151936))  # Llama-3-8B, Gemma-2-2B, Qwen2.5-0.5B
+
+
+def tokens(quick: bool, save: Callable, seconds: float = 150.0) -> None:
+    """Forward + backward time and memory of the linear loss over the number of tokens, for three heads.
+
+    ``save(row)`` gets each row. Few repetitions, no error (the table of kernels has it). A peer whose next run would
+    take over a second is left out from there on, and everything after ``seconds`` is.
+    """
+    started = time.perf_counter()
+    counts = (16, 64) if quick else tuple(2**k for k in range(8, 18))
+    for d, v in ((32, 1000),) if quick else HEADS:
+        if hasattr(torch, "_dynamo"):
+            torch._dynamo.reset()
+        functions = {}
+        for name, factory in linear_peers().items():
+            try:
+                if name not in ("eager", "cce exact"):
+                    functions[name] = factory()
+            except ImportError as missing:
+                print(f"{name} not installed: {missing}", flush=True)
+        torch.manual_seed(0)
+        hidden, head, target = leaf(counts[-1], d), leaf(v, d, scale=d**-0.5), labels(counts[-1], v)
+        last: dict[str, float] = {}
+        for n in counts:
+            x, y = hidden[:n].detach().requires_grad_(), target[:n]
+            group = []
+            for name, function in functions.items():
+                if 2 * last.get(name, 0.0) > 1000 or time.perf_counter() - started > seconds:
+                    continue
+                row = {"op": "linear_cross_entropy", "shape": f"{n}x{d}x{v}", "peer": name, "tokens": n}
+                try:
+                    one = [torch.ones((), device=DEVICE)]
+                    run = forward_backward(function, [x, head, y], one)
+                    run()
+                    row["extra_bytes"], row["beyond_bytes"] = peak_bytes(run, [x, head, y])
+                    row["total_ms"] = last[name] = median_ms(run, quick, repetitions=3 if n > 4096 else 10)
+                except Exception as problem:
+                    row["failed"] = f"{type(problem).__name__}: {problem}"[:300]
+                    last[name] = math.inf
+                x.grad = head.grad = run = None
+                group.append(row)
+            clear()
+            others = [
+                r["total_ms"] for r in group if "total_ms" in r and not r["peer"].startswith(("ours", "products"))
+            ]
+            for row in group:
+                if "total_ms" in row and others:
+                    row["to_best_peer"] = row["total_ms"] / min(others)
+                save(row)
+                print(
+                    f"{row['shape']:22} {row['peer']:14} "
+                    + (row.get("failed") or f"{row['total_ms']:9.3f} ms, beyond {row['beyond_bytes'] / 2**20:9.1f} MiB")
+                    + (
+                        f", {row['to_best_peer']:.2f} of the best peer"
+                        if row["peer"].startswith("ours") and others
+                        else ""
+                    ),
+                    flush=True,
+                )
+        del hidden, head, target, x, y
+        clear()
 
 
 # --- Choosing constants -----------------------------------------------------------------------------------------------
@@ -598,7 +651,10 @@ def main() -> None:
         report["rows"] = tune(args.quick) if args.tune else elementwise().sweep(args.quick)
         save()
         return
-    cases = token_cases(args.quick) if args.tokens else elementwise().cases(args.quick) + loss_cases(args.quick)
+    if args.tokens:
+        tokens(args.quick, lambda row: (report["rows"].append(row), save()))
+        return
+    cases = elementwise().cases(args.quick) + loss_cases(args.quick)
     for case in cases:
         if args.only and case.op not in args.only:
             continue
