@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import nn
 
 from ligermodels.base import CausalLM, CausalLMOutput, Context
+from ligermodels.config import check_windows
 from ligermodels.errors import ConfigError
 from ligermodels.gemma import GemmaConfig, GemmaMLP, ScaledEmbedding, gemma_norm
 from ligermodels.kernels import rope
@@ -54,16 +55,8 @@ class Gemma2Config(GemmaConfig):
         super().__post_init__()
         if self.layer_types is None:
             self.layer_types = [LAYER_TYPES[(i + 1) % self.pattern == 0] for i in range(self.num_hidden_layers)]
-        unknown = [t for t in self.layer_types if t not in LAYER_TYPES]
-        if unknown:
-            raise ConfigError(f"layer_types holds {unknown[0]!r}; known are {', '.join(LAYER_TYPES)}")
-        if len(self.layer_types) != self.num_hidden_layers:
-            raise ConfigError(
-                f"layer_types names {len(self.layer_types)} layers, num_hidden_layers is {self.num_hidden_layers}"
-            )
-        if self.sliding_window is None and "sliding_attention" in self.layer_types:
-            raise ConfigError("sliding_window is null, but layer_types has layers of sliding_attention")
-        for name in ("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+        check_windows(self, self.sliding_window)
+        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 2**31:
                 raise ConfigError(f"{name} must be positive, found {value!r}")
@@ -100,11 +93,11 @@ class Gemma2Attention(nn.Module):
 
 
 class Gemma2Block(nn.Module):
-    """Norms before and after each of attention and MLP. Gemma 3 puts another attention into the same block."""
+    attention_class: ClassVar[type[nn.Module]] = Gemma2Attention  # Gemma 3 differs here alone
 
-    def __init__(self, config: Gemma2Config, self_attn: nn.Module):
+    def __init__(self, config: Gemma2Config, layer: int):
         super().__init__()
-        self.self_attn = self_attn
+        self.self_attn = self.attention_class(config, layer)
         self.mlp = GemmaMLP(config)
         self.input_layernorm = gemma_norm(config)
         self.post_attention_layernorm = gemma_norm(config)
@@ -130,7 +123,7 @@ class LigerGemma2(CausalLM):
 
     def __init__(self, config: Gemma2Config):
         super().__init__(config)
-        layers = (Gemma2Block(config, Gemma2Attention(config, i)) for i in range(config.num_hidden_layers))
+        layers = (Gemma2Block(config, i) for i in range(config.num_hidden_layers))
         self.model = nn.ModuleDict(
             {
                 "embed_tokens": ScaledEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id),

@@ -48,6 +48,7 @@ class Gemma3Config(Gemma2Config):
     max_position_embeddings: int = 131_072
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    use_bidirectional_attention: bool | None = False
     sliding_window_pattern: int = 6
     rope_local_base_freq: float | None = None
 
@@ -122,6 +123,10 @@ class Gemma3Attention(nn.Module):
         return self.o_proj(rearrange(out, "b s a d -> b s (a d)"))
 
 
+class Gemma3Block(Gemma2Block):
+    attention_class = Gemma3Attention
+
+
 class LigerGemma3(CausalLM):
     """A Gemma 3 text model with its head. ``LigerGemma3(config)`` has random weights; see also ``from_hub``."""
 
@@ -129,7 +134,7 @@ class LigerGemma3(CausalLM):
 
     def __init__(self, config: Gemma3Config):
         super().__init__(config)
-        layers = (Gemma2Block(config, Gemma3Attention(config, i)) for i in range(config.num_hidden_layers))
+        layers = (Gemma3Block(config, i) for i in range(config.num_hidden_layers))
         D, longest = config.head_dim, config.max_position_embeddings
         self.model = nn.ModuleDict(
             {
