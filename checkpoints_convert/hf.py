@@ -127,7 +127,10 @@ def read_config(folder: str | os.PathLike) -> dict:
 
     Raises CheckpointError if there is no such folder, ConfigError if the file is missing or not a JSON object.
     """
-    path = Path(folder)
+    try:
+        path = Path(folder)
+    except TypeError:
+        raise CheckpointError(f"expected the path of a model folder, found {folder!r}") from None
     if not path.exists():
         hint = ""
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,11 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels import generation
-from ligermodels.checkpoints_convert.hf import Checkpoint, check_names, open_checkpoint, save_checkpoint
+from ligermodels.checkpoints_convert.hf import Checkpoint, check_names, open_checkpoint, read_config, save_checkpoint
 from ligermodels.checkpoints_convert.hub import download
 from ligermodels.checkpoints_convert.rewrites import to_model_names
 from ligermodels.config import Config, resolve_dtype
-from ligermodels.errors import LigerError
+from ligermodels.errors import ConfigError, LigerError
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.layers.attention import Visibility, check_cu_seqlens, document_positions, visibility
@@ -57,6 +56,10 @@ class CausalLM(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
+        if not isinstance(config, self.config_class):
+            raise ConfigError(
+                f"{type(self).__name__} is built from a {self.config_class.__name__}, found {type(config).__name__}"
+            )
         self.config = config
         self.generation_config: dict[str, Any] = {}
         self.activation_memory = "fast"
@@ -101,13 +104,15 @@ class CausalLM(nn.Module):
         Raises ConfigError for a config that this family cannot be built from, CheckpointError for files that are
         missing or broken and for tensors that are missing, surplus or misshapen.
         """
-        folder = Path(folder)
         config = cls.config_class.from_hf(folder)
+        folder = Path(folder)
         weights = cls.to_model_names(open_checkpoint(folder))
+        path = folder / "generation_config.json"
+        generation_config = read_config(path) if path.is_file() else {}
         if dtype == "auto":
             dtype = config.dtype or next(iter(weights.tensors.values())).dtype
         dtype = resolve_dtype(dtype)
-        device = torch.get_default_device() if device is None else torch.device(device)
+        device = _resolve_device(device)
         with torch.device("meta"):
             model = cls(config)
         if config.tie_word_embeddings and _tied_head_differs(weights):
@@ -119,9 +124,7 @@ class CausalLM(nn.Module):
             with torch.device("meta"):
                 model = cls(config)
         model._load(weights, dtype, device)
-        path = folder / "generation_config.json"
-        if path.is_file():
-            model.generation_config = json.loads(path.read_text(encoding="utf-8"))
+        model.generation_config = generation_config
         return model.eval()
 
     @classmethod
@@ -145,9 +148,26 @@ class CausalLM(nn.Module):
     def save_pretrained(self, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
         """Write a folder of Hugging Face layout (names, shards, index, config.json) that transformers and others load.
 
-        Tensors keep their dtype, and config.json says it. A tied head is written once, as the embedding.
+        Tensors keep their dtype, and config.json says it. A tied head is written once, as the embedding. Raises
+        LigerError, before anything is written, when the parameters are not those that the config describes (adapters
+        not merged, layers cut off, a head untied behind the config's back): such a folder could not be loaded.
         """
-        tensors = {name: p.detach() for name, p in self.named_parameters()}  # each shared parameter once
+        # Each shared parameter once; torch.compile(layer) in place of a layer shows in the names alone.
+        tensors = {name.replace("_orig_mod.", ""): p.detach() for name, p in self.named_parameters()}
+        with torch.device("meta"):
+            expected = {name: p.shape for name, p in type(self)(self.config).named_parameters()}
+        wrong = [
+            f"{name} {list(tensors[name].shape) if name in tensors else 'missing'}, "
+            f"expected {list(expected[name]) if name in expected else 'no such parameter'}"
+            for name in dict.fromkeys((*expected, *tensors))
+            if name not in tensors or name not in expected or tensors[name].shape != expected[name]
+        ]
+        if wrong:
+            raise LigerError(
+                f"the model's parameters are not those of its config: {'; '.join(wrong[:3])}"
+                + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+                + ". Merge adapters, or set the config to what the model has become (tie_word_embeddings, sizes)"
+            )
         config = self.config.to_hf()
         config["dtype"] = config["torch_dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         extra = {"generation_config.json": self.generation_config} if self.generation_config else {}
@@ -157,6 +177,29 @@ class CausalLM(nn.Module):
         """Make the head and the embedding one parameter, if the config says so."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def _is_tied(self) -> bool:
+        embedding = getattr(self.model.embed_tokens, "weight", None)
+        return embedding is not None and getattr(self.lm_head, "weight", None) is embedding
+
+    def _apply(self, fn: Any, recurse: bool = True) -> CausalLM:
+        """Behind .to(), .half(), to_empty(): torch may make new parameters module by module; a tie must survive."""
+        tied = self._is_tied()
+        super()._apply(fn, recurse)
+        if tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's, but a tied head may be absent, and stays tied when tensors are assigned."""
+        tied = self._is_tied()
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if tied and head not in state_dict and embedding in state_dict:
+            state_dict = {**state_dict, head: state_dict[embedding]}
+        result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        if tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        return result
 
     def init_weights(self) -> None:
         """Random weights as published models start: normal(0, initializer_range), biases 0, padding row 0."""
@@ -206,19 +249,20 @@ class CausalLM(nn.Module):
         """Check the inputs of a forward and derive positions, rotary tables and visibility from them."""
         self._check_ids(input_ids)
         batch, length = input_ids.shape
+        if cache is not None:
+            self._check_cache(cache)
         past = cache.length if cache is not None else 0
         device = input_ids.device
         if cache is not None:
             cache.check(batch, length)
-        if attention_mask is not None and attention_mask.shape != (batch, past + length):
-            raise LigerError(
-                f"attention_mask must be (batch, cached + new) = {(batch, past + length)}, "
-                f"found {tuple(attention_mask.shape)}"
-            )
+        if attention_mask is not None:
+            self._check_mask(attention_mask, (batch, past + length))
         if cu_seqlens is not None:
             if attention_mask is not None or cache is not None:
                 raise LigerError("cu_seqlens packs whole documents: it goes with neither attention_mask nor cache")
-            check_cu_seqlens(cu_seqlens, batch, length)
+            _need_tensor("cu_seqlens", cu_seqlens)
+            if not torch.compiler.is_compiling():  # it reads values
+                check_cu_seqlens(cu_seqlens, batch, length)
             cu_seqlens = cu_seqlens.to(device)
         largest = past + length
         if position_ids is not None:
@@ -241,6 +285,8 @@ class CausalLM(nn.Module):
         softcap: float | None = None,
     ) -> CausalLMOutput:
         """Loss and logits from the last hidden states (B, S, H), by the rules of ``forward``."""
+        if isinstance(logits_to_keep, bool) or not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+            raise LigerError(f"logits_to_keep must be a whole number, 0 for all, found {logits_to_keep!r}")
         loss = None
         if labels is not None:
             loss = self.loss(hidden, labels, cu_seqlens, num_items_in_batch, softcap)
@@ -262,6 +308,7 @@ class CausalLM(nn.Module):
 
         hidden (B, S, H), labels (B, S) with -100 ignored. The (tokens, vocabulary) logits are never built whole.
         """
+        _need_tensor("labels", labels)
         if labels.shape != hidden.shape[:2]:
             raise LigerError(
                 f"labels must have the shape of input_ids {tuple(hidden.shape[:2])}, found {tuple(labels.shape)}"
@@ -272,13 +319,35 @@ class CausalLM(nn.Module):
             loss = linear_cross_entropy(hidden, self.lm_head.weight, target, reduction=reduction, softcap=softcap)
         else:  # a wrapped head (LoRA): only the module knows its whole weight
             loss = cross_entropy(self.lm_head(hidden), target, reduction=reduction, softcap=softcap)
-        if num_items_in_batch is None:
-            return loss
-        if isinstance(num_items_in_batch, torch.Tensor):
-            return loss / num_items_in_batch.to(loss.device).clamp(min=1)
-        return loss / max(num_items_in_batch, 1)
+        return loss if num_items_in_batch is None else loss / _normaliser(num_items_in_batch, loss.device)
+
+    def _check_cache(self, cache: KVCache) -> None:
+        if not isinstance(cache, KVCache):
+            raise LigerError(f"cache must come from make_cache, found {type(cache).__name__}")
+        c = self.config
+        expected = (c.num_hidden_layers, c.num_key_value_heads, c.head_dim)
+        layers, _, _, heads, dim = cache.keys.shape
+        if (layers, heads, dim) != expected:
+            raise LigerError(
+                f"the cache is of another model: (layers, key/value heads, head_dim) is {(layers, heads, dim)}, "
+                f"expected {expected}"
+            )
+
+    def _check_mask(self, attention_mask: torch.Tensor, shape: tuple[int, int]) -> None:
+        _need_tensor("attention_mask", attention_mask)
+        if attention_mask.shape != shape:
+            raise LigerError(
+                f"attention_mask must be (batch, cached + new) = {shape}, found {tuple(attention_mask.shape)}"
+            )
+        readable = attention_mask.device.type == "cpu" and not torch.compiler.is_compiling()
+        if readable and attention_mask.is_floating_point() and not bool((attention_mask >= 0).all()):
+            raise LigerError(
+                "attention_mask holds negative numbers or NaN: expected nonzero = keep, 0 = padding, not a mask that "
+                "is added to the scores"
+            )
 
     def _check_ids(self, input_ids: torch.Tensor) -> None:
+        _need_tensor("input_ids", input_ids)
         if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.dtype not in (torch.int64, torch.int32):
             raise LigerError(
                 "input_ids must be a non-empty (batch, length) tensor of int64 or int32, "
@@ -307,14 +376,17 @@ class CausalLM(nn.Module):
     ) -> int:
         """The largest position + 1. Positions that start anew mean packed documents, and those need cu_seqlens."""
         batch, length = input_ids.shape
+        _need_tensor("position_ids", position_ids)
+        if position_ids.dtype not in (torch.int64, torch.int32):
+            raise LigerError(f"position_ids must be int64 or int32, found {position_ids.dtype}")
         if position_ids.shape not in ((batch, length), (1, length)):
             raise LigerError(
                 f"position_ids must be {(batch, length)} or {(1, length)}, found {tuple(position_ids.shape)}"
             )
         if position_ids.device.type != "cpu" and not self.model.rotary_emb.depends_on_length:
             return length  # not read: it would stall the GPU, and only these two scalings need it
-        if torch.compiler.is_compiling():
-            return length
+        if torch.compiler.is_compiling():  # those two scalings break the graph here, which beats a wrong angle
+            return int(position_ids.max()) + 1 if self.model.rotary_emb.depends_on_length else length
         if attention_mask is None and cu_seqlens is None and cache is None and bool((position_ids.diff() != 1).any()):
             raise LigerError(
                 "position_ids do not rise by 1. If documents are packed in a row, give cu_seqlens: positions alone "
@@ -349,7 +421,41 @@ def shift_labels(labels: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -
     if cu_seqlens is None:
         return shifted
     last = cu_seqlens[1:].to(labels.device, torch.long) - 1  # last position of each document, over B·S
-    return shifted.reshape(-1).index_fill(0, last.clamp(min=0), -100).view_as(labels)
+    last = last % labels.numel()  # -1, of an empty first document: the very last position, which has no label anyhow
+    return shifted.reshape(-1).index_fill(0, last, -100).view_as(labels)
+
+
+def _normaliser(count: int | float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
+    """num_items_in_batch, checked where that costs no wait; 0 (nothing supervised) becomes 1."""
+    tensor = isinstance(count, torch.Tensor)
+    readable = not torch.compiler.is_compiling() and not (tensor and count.device.type != "cpu")
+    try:
+        good = (not tensor or count.numel() == 1) and (not readable or bool(count >= 0)) and not isinstance(count, bool)
+    except (TypeError, ValueError):
+        good = False
+    if not good:
+        raise LigerError(f"num_items_in_batch must be a number of tokens, 0 or more, found {count!r}")
+    if not tensor:
+        return count or 1
+    count = count.reshape(()).to(device)
+    return count.masked_fill(count == 0, 1)
+
+
+def _need_tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise LigerError(f"{name} must be a tensor, found {type(value).__name__}")
+
+
+def _resolve_device(device: str | torch.device | None) -> torch.device:
+    """``device``, by default torch's. Raises LigerError if there is none such, before anything is loaded."""
+    if device is None:
+        return torch.get_default_device()
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise LigerError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return found
 
 
 def _tied_head_differs(weights: Checkpoint) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -139,6 +140,8 @@ def test_packed_documents_equal_separate_runs(tiny, ids, rows):
     cu_seqlens = torch.tensor(sorted({40 * row + b for row, bs in enumerate(bounds) for b in bs}), dtype=torch.int32)
     batch = ids[:rows]
     logits = tiny(batch, cu_seqlens=cu_seqlens).logits
+    empty = torch.cat((cu_seqlens[:1], cu_seqlens[:2], cu_seqlens[1:]))  # documents of length 0, one of them the first
+    assert tiny(batch, labels=batch, cu_seqlens=empty).loss == tiny(batch, labels=batch, cu_seqlens=cu_seqlens).loss
     total, count = 0.0, 0
     for row, bs in enumerate(bounds):
         for start, end in pairwise(bs):
@@ -162,6 +165,27 @@ def test_cached_chunks_equal_one_pass(tiny, ids):
     assert (torch.cat(parts, 1) - whole).abs().max() <= 1e-4
     with pytest.raises(LigerError, match="holds 40 positions"):
         tiny(ids[:, :1], cache=cache)
+
+
+def test_a_cache_in_training_keeps_what_backward_needs(tiny, ids):
+    """Also where the keys need no gradient and the queries do: the second forward must not overwrite the first's."""
+    tiny.requires_grad_(False)
+    weight = tiny.model.layers[0].self_attn.q_proj.weight.requires_grad_()
+    past = tiny.make_cache(2, 40)
+    tiny(ids[:, :20], cache=past)
+    cache = copy.deepcopy(past)
+    first = tiny(ids[:, 20:30], cache=cache, labels=ids[:, 20:30]).loss
+    second = tiny(ids[:, 30:], cache=cache, labels=ids[:, 30:]).loss
+    found = torch.autograd.grad(first + second, weight)[0]
+    expected = torch.autograd.grad(tiny(ids[:, 20:30], cache=past, labels=ids[:, 20:30]).loss, weight)[0]
+    expected += torch.autograd.grad(tiny(ids[:, 30:], cache=past, labels=ids[:, 30:]).loss, weight)[0]
+    assert relative(found, expected) <= 1e-6
+
+
+def test_a_cache_of_another_dtype_serves(tiny, ids):
+    with torch.no_grad():
+        cache = tiny.to(torch.bfloat16).make_cache(2, 40)
+        assert tiny.float()(ids, cache=cache).logits.dtype == torch.float32
 
 
 @pytest.mark.parametrize("level", ["none", "fast", "block"])
@@ -215,6 +239,13 @@ def test_micro_batches_with_num_items_equal_the_whole_batch(tiny, ids):
         assert max(relative(a, b) for a, b in zip(found, expected, strict=True)) <= 1e-5
 
 
+@pytest.mark.parametrize("count", [7, 7.0, 0.5, torch.tensor(7), torch.tensor([7]), torch.tensor(7.0)], ids=str)
+def test_num_items_may_be_any_number(tiny, ids, count):
+    total = tiny(ids, labels=ids).loss * 78
+    loss = tiny(ids, labels=ids, num_items_in_batch=count).loss
+    assert loss.shape == () and relative(loss, total / float(count)) <= 1e-6
+
+
 def test_nothing_to_learn_from_is_a_zero_loss_with_zero_gradients(tiny, ids):
     for batch, labels in [(ids, torch.full_like(ids, -100)), (ids[:, :1], ids[:, :1])]:
         tiny.zero_grad()
@@ -237,6 +268,51 @@ def test_the_tie_survives_casts_and_copies():
     for m in (model, copy.deepcopy(model), copy.deepcopy(model).to(torch.bfloat16)):
         assert m.lm_head.weight is m.model.embed_tokens.weight
         assert "lm_head.weight" not in dict(m.named_parameters())
+
+
+def test_the_tie_survives_loading_and_new_memory(tmp_path):
+    config = LlamaConfig.from_hf({**TINY, "tie_word_embeddings": True})
+    source = LigerLlama(config)
+    with torch.device("meta"):
+        model = LigerLlama(config)
+    model.to_empty(device="cpu")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    headless = {k: v for k, v in source.state_dict().items() if k != "lm_head.weight"}  # as a safetensors file has it
+    for assign in (False, True):
+        model.load_state_dict(headless, assign=assign)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert torch.equal(model.lm_head.weight, source.lm_head.weight)
+
+
+def test_what_could_not_be_loaded_is_not_saved(tiny, tmp_path):
+    untied = copy.deepcopy(tiny)
+    untied.config.tie_word_embeddings = True
+    shorter = copy.deepcopy(tiny)
+    del shorter.model.layers[-1]
+    wrapped = copy.deepcopy(tiny)
+    torch.nn.utils.parametrizations.weight_norm(wrapped.lm_head)
+    for model, name in [(untied, "lm_head"), (shorter, "layers.3"), (wrapped, "lm_head")]:
+        with pytest.raises(LigerError, match=name):
+            model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_model_of_compiled_layers_saves_plain_names(tiny, ids, tmp_path):
+    expected = tiny(ids).logits
+    for i, layer in enumerate(tiny.model.layers):
+        tiny.model.layers[i] = torch.compile(layer)
+    tiny.save_pretrained(tmp_path)
+    assert torch.equal(LigerLlama.from_pretrained(tmp_path)(ids).logits, expected)
+
+
+def test_packed_documents_and_far_positions_under_compile(tiny, ids):
+    compiled = torch.compile(tiny, backend="eager", fullgraph=True)
+    bounds = torch.tensor([0, 5, 80], dtype=torch.int32)
+    assert torch.equal(compiled(ids, cu_seqlens=bounds).logits, tiny(ids, cu_seqlens=bounds).logits)
+    model = LigerLlama(LlamaConfig.from_hf({**TINY, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}))
+    far = torch.arange(60, 100)[None]
+    expected = model(ids, position_ids=far).logits
+    assert torch.equal(torch.compile(model, backend="eager")(ids, position_ids=far).logits, expected)
 
 
 def test_casting_the_model_leaves_rope_in_fp32(tiny):
@@ -323,7 +399,7 @@ def test_the_rope_dict_beats_the_top_level_and_theta_survives_saving():
     ],
 )
 def test_rope_settings_that_do_not_fit_the_heads_are_refused_when_the_model_is_built(change):
-    with pytest.raises(ConfigError, match="factor|dimension"):
+    with pytest.raises(ConfigError, match=r"factor|dimension"):
         LigerLlama(LlamaConfig.from_hf({**TINY, **change}))
 
 
@@ -354,6 +430,23 @@ def test_unknown_keys_of_a_config_are_written_back():
         (lambda m, ids: m(ids, cu_seqlens=torch.tensor([0, 80]), attention_mask=torch.ones(2, 40)), "cu_seqlens"),
         (lambda m, ids: m(ids, cache=m.make_cache(3, 40)), "3 rows"),
         (lambda m, ids: m.set_activation_memory("tiny"), "tiny"),
+        (lambda m, ids: m(ids.tolist()), "input_ids must be a tensor"),
+        (lambda m, ids: m(ids, labels=ids.tolist()), "labels must be a tensor"),
+        (lambda m, ids: m(ids, cu_seqlens=[0, 80]), "cu_seqlens must be a tensor"),
+        (lambda m, ids: m(ids, attention_mask=ids.tolist()), "attention_mask must be a tensor"),
+        (lambda m, ids: m(ids, attention_mask=torch.zeros(2, 40) - 1e9), "added to the scores"),
+        (lambda m, ids: m(ids, position_ids=torch.arange(40.0)[None]), "position_ids must be int64"),
+        (lambda m, ids: m(ids, logits_to_keep=-1), "logits_to_keep"),
+        (lambda m, ids: m(ids, logits_to_keep=2.0), "logits_to_keep"),
+        (lambda m, ids: m(ids, labels=ids, num_items_in_batch=-1), "num_items_in_batch"),
+        (lambda m, ids: m(ids, labels=ids, num_items_in_batch=torch.tensor([1, 2])), "num_items_in_batch"),
+        (lambda m, ids: m(ids, labels=ids, num_items_in_batch=float("nan")), "num_items_in_batch"),
+        (lambda m, ids: m(ids, cache="cache"), "make_cache"),
+        (lambda m, ids: m(ids, cache=LigerLlama(LlamaConfig(97, 8, 8, 2, 2)).make_cache(2, 40)), "another model"),
+        (lambda m, ids: m.make_cache(0, 40), "batch_size"),
+        (lambda m, ids: m.make_cache(2, 10**12), "max_length"),
+        (lambda m, ids: LigerLlama(TINY), "LlamaConfig"),
+        (lambda m, ids: from_pretrained(None), "None"),
     ],
 )
 def test_inputs_that_do_not_fit_are_named(tiny, ids, call, message):
@@ -365,6 +458,20 @@ def test_inputs_that_do_not_fit_are_named(tiny, ids, call, message):
 def test_a_label_out_of_range_is_named(tiny, ids, label):
     with pytest.raises(ValueError, match=str(label)):
         tiny(ids, labels=ids.masked_fill(ids == ids[0, 5], label))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null"])
+def test_a_broken_generation_config_is_named(tiny_folder, tmp_path, content):
+    shutil.copytree(tiny_folder, tmp_path / "m")
+    (tmp_path / "m" / "generation_config.json").write_text(content)
+    with pytest.raises(LigerError, match=r"generation_config\.json"):
+        LigerLlama.from_pretrained(tmp_path / "m")
+
+
+@pytest.mark.parametrize("device", ["banana", "cuda:4000", 4000])
+def test_a_device_that_is_not_there_is_named(tiny_folder, device):
+    with pytest.raises(LigerError, match=str(device)):
+        LigerLlama.from_pretrained(tiny_folder, device=device)
 
 
 def test_a_folder_of_another_family_is_refused(tiny_folder, tmp_path):

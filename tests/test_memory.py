@@ -116,6 +116,16 @@ def test_a_partial_backward_leaves_the_next_one_right(block, x):
     assert equal(torch.autograd.grad(out, inputs), gradients(plain(block), x))
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_weight_changed_between_forward_and_backward_is_an_error_as_without_hooks(block, x, enabled):
+    block.enabled = enabled
+    loss = block(x).square().sum()
+    with torch.no_grad():
+        next(block.gate.parameters()).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_inside_a_checkpoint_the_checkpoint_decides(block, x):
     run = lambda t: checkpoint(block, t, use_reentrant=False)  # noqa: E731
     assert equal(gradients(block, x, run), gradients(plain(block), x))
