@@ -41,7 +41,7 @@ class recompute:
             self._outer = owner if isinstance(owner, recompute) else None
             self._active = top is None or self._outer is not None
         if self._active:
-            self._storage = self._h.untyped_storage().data_ptr()
+            self._storage = _address(self._h)
             self._shape, self._dtype = self._h.shape, self._h.dtype
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, recompute._unpack)
             self._hooks.__enter__()
@@ -53,7 +53,8 @@ class recompute:
         self._h = None  # alive until here, so that no other tensor could take its address
 
     def _pack(self, t: torch.Tensor) -> Any:
-        if t.device == self._h.device and t.dtype == self._dtype and t.untyped_storage().data_ptr() == self._storage:
+        plain = type(t) is torch.Tensor  # a compiler that traces in here (FlexAttention's) saves tensors without data
+        if plain and t.device == self._h.device and t.dtype == self._dtype and _address(t) == self._storage:
             self._saved += 1
             return self, t.size(), t.stride(), t.storage_offset() - self._h.storage_offset()
         # Hooks do not nest by themselves: only the innermost pair is called. Nor does torch itself notice, under hooks,
@@ -79,6 +80,10 @@ class recompute:
         if self._used == self._saved:  # the last user of this backward: let go of it
             self._rebuilt, self._used = None, 0
         return view
+
+
+def _address(t: torch.Tensor) -> int:
+    return t.untyped_storage().data_ptr()
 
 
 def _top_hooks() -> tuple[Callable, Callable] | None:
