@@ -89,7 +89,7 @@ def sync() -> None:
 
 
 def median_ms(run: Callable, quick: bool = False, repetitions: int | None = None) -> float:
-    """Median device time of ``run()`` in ms, each repetition from a cold L2; warm already if ``repetitions`` is given."""
+    """Median device time of ``run()`` in ms, each from a cold L2; with ``repetitions`` given it is warm already."""
     global _flush
     if repetitions is None:
         run()
