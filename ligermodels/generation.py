@@ -80,7 +80,9 @@ def stream(
     """Yield the next token of every row, one LongTensor (B,) a step, until all rows have ended.
 
     input_ids: (B, S) int64 or int32. Unequal prompts are padded on the LEFT; ``attention_mask`` (B, S) marks what to
-    keep with 1 and the padding with 0. The tokens are those that each prompt alone would give.
+    keep with 1 and the padding with 0. The tokens are those that each prompt alone would give. (But for LongRoPE once
+    the longest row is beyond the length it was trained for: the long factors then hold for all rows, as in
+    transformers. All tokens so far are run again at that step, for the cached keys were turned by the short ones.)
     temperature: 0 takes the likeliest token (greedy); above 0 samples from softmax(logits / temperature).
     top_k: keep the k likeliest tokens (and ties with the last of them); None or 0 keeps all.
     top_p: in [0, 1]; keep the smallest set of likeliest tokens whose probabilities reach top_p (nucleus sampling,
@@ -140,12 +142,20 @@ def _steps(
         positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         mask = torch.cat([attention_mask, attention_mask.new_ones(B, max_new_tokens - 1)], dim=1)
 
+    border = _rope_border(model)
+    longest = S if border is None or mask is None else int(attention_mask.sum(-1).max())  # positions of the longest row
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         cache = model.make_cache(B, length)
         tokens = input_ids
+        given = [input_ids]
         for step in range(max_new_tokens):
+            if step > 0 and longest + step - 1 == border:  # the cached keys were turned by the frequencies below it
+                cache.length = 0
+                tokens = torch.cat(given, dim=1)
+                if mask is not None:
+                    positions = (mask[:, : S + step].cumsum(-1) - 1).clamp(min=0)
             out = model(
                 tokens,
                 attention_mask=None if mask is None else mask[:, : S + step],
@@ -169,6 +179,7 @@ def _steps(
             if all_ended:
                 return
             tokens = chosen[:, None]
+            given.append(tokens)
             if positions is not None:
                 positions = positions[:, -1:] + 1
     finally:
@@ -198,6 +209,13 @@ def _choose(logits: Tensor, sampling: _Sampling) -> tuple[Tensor, Tensor]:
     p = scores.softmax(-1)
     noise = torch.empty_like(p).exponential_(generator=sampling.generator).clamp_(min=torch.finfo(p.dtype).tiny)
     return (p / noise).argmax(-1), usable
+
+
+def _rope_border(model: Any) -> int | None:
+    """The length up to which LongRoPE turns by its short factors, and beyond which by its long ones; None: no such."""
+    rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
+    rope = getattr(rotary, "rope", {})
+    return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
 
 
 def _device(model: Any) -> torch.device:
