@@ -82,7 +82,7 @@ def _from_chatglm(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def to_chatglm_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A GLM's tensors in ChatGLM's own layout: the inverse of what ``to_model_names`` does to such a folder, bit for bit.
+    """A GLM's tensors in ChatGLM's own layout: the inverse of ``to_model_names`` on such a folder, bit for bit.
 
     Takes names of ``LigerGlm`` (transformers' ``glm``); q, k and v are copied into one tensor, all others are shared.
     Raises CheckpointError where one of the three is missing.

@@ -14,23 +14,63 @@ from ligermodels.base import CausalLM, CausalLMOutput
 from ligermodels.checkpoints_convert.hf import read_config
 from ligermodels.checkpoints_convert.hub import download
 from ligermodels.errors import CheckpointError, ConfigError, HubError, LigerError
+from ligermodels.gemma import GemmaConfig, LigerGemma
+from ligermodels.gemma2 import Gemma2Config, LigerGemma2
+from ligermodels.gemma3 import Gemma3Config, LigerGemma3
+from ligermodels.glm import GlmConfig, LigerGlm
+from ligermodels.glm4 import Glm4Config, LigerGlm4
 from ligermodels.llama import LigerLlama, LlamaConfig
+from ligermodels.mistral import LigerMistral, MistralConfig
+from ligermodels.phi3 import LigerPhi3, Phi3Config
+from ligermodels.qwen2 import LigerQwen2, Qwen2Config
+from ligermodels.qwen3 import LigerQwen3, Qwen3Config
 from ligermodels.tokenizer import Tokenizer
 
 __all__ = [
     "CausalLMOutput",
     "CheckpointError",
     "ConfigError",
+    "Gemma2Config",
+    "Gemma3Config",
+    "GemmaConfig",
+    "Glm4Config",
+    "GlmConfig",
     "HubError",
     "LigerError",
+    "LigerGemma",
+    "LigerGemma2",
+    "LigerGemma3",
+    "LigerGlm",
+    "LigerGlm4",
     "LigerLlama",
+    "LigerMistral",
+    "LigerPhi3",
+    "LigerQwen2",
+    "LigerQwen3",
     "LlamaConfig",
+    "MistralConfig",
+    "Phi3Config",
+    "Qwen2Config",
+    "Qwen3Config",
     "Tokenizer",
     "from_hub",
     "from_pretrained",
 ]
 
-MODELS: dict[str, type[CausalLM]] = {"llama": LigerLlama}
+MODELS: dict[str, type[CausalLM]] = {
+    "llama": LigerLlama,
+    "mistral": LigerMistral,
+    "gemma": LigerGemma,
+    "gemma2": LigerGemma2,
+    "gemma3_text": LigerGemma3,
+    "gemma3": LigerGemma3,
+    "phi3": LigerPhi3,
+    "glm": LigerGlm,
+    "chatglm": LigerGlm,
+    "glm4": LigerGlm4,
+    "qwen2": LigerQwen2,
+    "qwen3": LigerQwen3,
+}
 
 
 def from_pretrained(

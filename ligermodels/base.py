@@ -234,7 +234,8 @@ class CausalLM(nn.Module):
     def run_layer(self, layer: nn.Module, x: torch.Tensor, context: Context) -> torch.Tensor:
         """One block, under activation checkpointing where that is asked for and a gradient is recorded."""
         if self.activation_memory == "block" and torch.is_grad_enabled() and context.cache is None:
-            random = self.training and self.config.attention_dropout > 0
+            rates = (self.config.attention_dropout, getattr(self.config, "resid_pdrop", 0.0))
+            random = self.training and max(rates) > 0
             return checkpoint(layer, x, context, use_reentrant=False, preserve_rng_state=random)
         return layer(x, context)
 
