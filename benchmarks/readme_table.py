@@ -1,4 +1,6 @@
-"""Rewrite the table of figures in README.md from benchmarks/results/*.json, so that no figure is typed by hand.
+"""Rewrite the tables of figures in README.md from benchmarks/results/*.json, so that no figure is typed by hand.
+
+Results of step.py give the table of training steps, results of kernels.py (but not of its sweeps) that of the kernels.
 
 python benchmarks/readme_table.py            # rewrite
 python benchmarks/readme_table.py --check    # only say (exit code 1) whether the README is out of date
@@ -15,6 +17,37 @@ BEGIN, END = "<!-- figures: begin (benchmarks/readme_table.py writes this) -->",
 HEAD = """\
 | model, batch × length | device | | tokens/s | against the fastest peer | peak GiB | against the same peer |
 |---|---|---|---|---|---|---|"""
+
+
+KERNELS_HEAD = """\
+| kernel, shape | | ms | fastest peer | ms | ours / peer | MiB beyond the gradients | peer's |
+|---|---|---|---|---|---|---|---|"""
+
+
+def kernel_rows(report: dict) -> list[str]:
+    """One line for each of our rows of one result file of kernels.py: forward + backward beside the fastest peer."""
+    lines = []
+    for row in report["rows"]:
+        if not row["peer"].startswith("ours"):
+            continue
+        same = [r for r in report["rows"] if (r["op"], r["shape"]) == (row["op"], row["shape"]) and "total_ms" in r]
+        others = [r for r in same if not r["peer"].startswith(("ours", "products"))]
+        best = min(others, key=lambda r: r["total_ms"], default=None)
+        cells = [f"{row['op']} {row['shape'].replace('x', ' × ')}", row["peer"]]
+        if "total_ms" not in row:
+            cells += ["failed", *["–"] * 5]
+        elif best is None:
+            cells += [f"{row['total_ms']:.3g}", *["–"] * 3, mebibytes(row), "–"]
+        else:
+            cells += [f"{row['total_ms']:.3g}", best["peer"], f"{best['total_ms']:.3g}"]
+            cells += [f"{row['total_ms'] / best['total_ms']:.2f}", mebibytes(row), mebibytes(best)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def mebibytes(row: dict) -> str:
+    """Below 0: the peer writes its gradients into its inputs, which are then lost."""
+    return f"{row['beyond_bytes'] / 2**20:,.0f}"
 
 
 def rows(report: dict) -> list[str]:
@@ -43,20 +76,29 @@ def rows(report: dict) -> list[str]:
 def block(folder: Path) -> str:
     """The text between the two marks."""
     reports = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
-    reports = [
-        (path, report) for path, report in reports if isinstance(report, dict) and report.get("benchmark") == "step"
+    reports = [(path, report) for path, report in reports if isinstance(report, dict)]
+    steps = [(path, report) for path, report in reports if report.get("benchmark") == "step"]
+    kernels = [
+        (path, report)
+        for path, report in reports
+        if report.get("benchmark") == "kernels" and any("goal_ms" in row for row in report["rows"])
     ]
-    if not reports:
+    if not steps + kernels:
         return "No figures are committed yet."
-    table = [HEAD, *(line for _, report in reports for line in rows(report))]
-    notes = []
-    for path, report in reports:
+    parts = []
+    for found, head, lines_of in ((steps, HEAD, rows), (kernels, KERNELS_HEAD, kernel_rows)):
+        if found:
+            parts += [head, *(line for _, report in found for line in lines_of(report)), ""]
+    for path, report in steps + kernels:
         e = report["environment"]
         versions = ", ".join(
-            f"{name} {e[name]}" for name in ("torch", "triton", "transformers", "liger-kernel") if name in e
+            f"{name} {e[name]}"
+            for name in ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy")
+            if e.get(name)
         )
-        notes.append(f"- `benchmarks/results/{path.name}`: {e['date'][:10]}, commit {e['commit'][:10]}; {versions}")
-    return "\n".join([*table, "", *notes])
+        place = f"`benchmarks/results/{path.name}`"
+        parts.append(f"- {place}: {e['device']}, {e['date'][:10]}, commit {e['commit'][:10]}; {versions}")
+    return "\n".join(parts)
 
 
 def main() -> None:

@@ -1,0 +1,74 @@
+"""What is made of the results of benchmarks/kernels.py: the README's table of kernels, and the plots."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {
+    "device": "GPU",
+    "date": "2026-12-01T00:00:00Z",
+    "commit": "0123456789abcdef",
+    "torch": "2.11",
+    "triton": None,
+}
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(peer: str, ms: float | None, mib: float = 0.0, shape: str = "8x4x100", **more) -> dict:
+    found = {"op": "linear_cross_entropy", "shape": shape, "peer": peer, **more}
+    return found | ({"failed": "why"} if ms is None else {"total_ms": ms, "beyond_bytes": mib * 2**20})
+
+
+def kernels_report() -> dict:
+    peers = [row("ours fast", 2.0, 1500), row("ours lean", 3.0, 9), row("products", 1.8, 7), row("compile", 2.5, 4000)]
+    peers += [row("cce", None), row("liger", 4.0, -8), row("ours fast", 1.0, shape="9x4x100")]
+    return {"benchmark": "kernels", "environment": ENVIRONMENT, "rows": [r | {"goal_ms": None} for r in peers]}
+
+
+def tokens_report() -> dict:
+    rows = [
+        row(peer, 1.0 + n / 100, 5, f"{n}x4x100", tokens=n)
+        for n in (256, 512)
+        for peer in ("ours fast", "products", "liger")
+    ]
+    return {"benchmark": "kernels", "environment": ENVIRONMENT, "rows": rows}
+
+
+def test_each_kernel_stands_beside_its_fastest_peer():
+    fast, lean, alone = load("readme_table").kernel_rows(kernels_report())
+    assert fast == "| linear_cross_entropy 8 × 4 × 100 | ours fast | 2 | compile | 2.5 | 0.80 | 1,500 | 4,000 |"
+    assert lean == "| linear_cross_entropy 8 × 4 × 100 | ours lean | 3 | compile | 2.5 | 1.20 | 9 | 4,000 |"
+    assert alone.endswith("| ours fast | 1 | – | – | – | 0 | – |")
+
+
+def test_sweeps_stay_out_of_the_table(tmp_path):
+    table = load("readme_table")
+    (tmp_path / "tokens.json").write_text(json.dumps(tokens_report()))
+    assert table.block(tmp_path) == "No figures are committed yet."
+    (tmp_path / "kernels.json").write_text(json.dumps(kernels_report()))
+    text = table.block(tmp_path)
+    assert text.count("| linear_cross_entropy") == 3
+    assert text.endswith("`benchmarks/results/kernels.json`: GPU, 2026-12-01, commit 0123456789; torch 2.11")
+
+
+def test_plots(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    for name, report in (("kernels", kernels_report()), ("tokens", tokens_report())):
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    monkeypatch.setattr(sys, "argv", ["plot.py", *map(str, sorted(tmp_path.glob("*.json")))])
+    load("plot").main()
+    bars, lines = ((tmp_path / f"{name}.svg").read_text() for name in ("kernels", "tokens"))
+    assert "<!-- compile -->" in bars and "<!-- ours = 1" not in bars
+    assert "<!-- liger -->" in lines and "tokens" in lines
