@@ -67,6 +67,14 @@ def agree(tensors, target, tolerance=5e-6, upstream=None, memory="fast", **optio
     assert all(g.dtype == t.dtype for g, t in zip(ours[1:], tensors, strict=True))
 
 
+def error(ours, true):
+    return (ours.double() - true).square().mean().sqrt().item()
+
+
+def eager(x, head, target, **options):
+    return F.cross_entropy(F.linear(x, head).float(), target, **options)
+
+
 @pytest.mark.parametrize(("memory", "elements"), [("fast", 2**20), ("fast", 400), ("lean", 400)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_all_options_together(memory, elements, bias, monkeypatch):
@@ -527,14 +535,6 @@ def test_slices_carry_the_statistics(monkeypatch):
 
 
 # --- On a GPU
-
-
-def error(ours, true):
-    return (ours.double() - true).square().mean().sqrt().item()
-
-
-def eager(x, head, target, **options):
-    return F.cross_entropy(F.linear(x, head).float(), target, **options)
 
 
 @pytest.mark.gpu

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from ligermodels import LigerLlama, Tokenizer
+from ligermodels.kernels import linear_cross_entropy
 
 pytestmark = [
     pytest.mark.real,
@@ -44,6 +46,34 @@ def test_logits_equal_transformers(model, folder, ids):
         ours, theirs = model(ids).logits, hf(ids).logits
     assert (ours - theirs).abs().max() <= 2e-3
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@pytest.mark.parametrize("memory", ["fast", "lean"])
+def test_the_loss_is_exact_on_real_peaked_logits(model, folder, memory):
+    """Hidden states and head of a trained model give probabilities that are nothing like those of random logits."""
+    text = "The capital of France is Paris. The capital of Germany is Berlin. The capital of Italy is"
+    ids = torch.tensor(Tokenizer.from_pretrained(folder).encode(text))
+    seen = []
+    hook = model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        logits = model(ids[None]).logits
+    hook.remove()
+    confident = torch.softmax(logits[0], -1).amax(-1)
+    assert confident.max() > 0.9 and confident.min() < 0.2
+    given, target = (seen[0][0, :-1], model.lm_head.weight), ids[1:]
+    results = []
+    for loss_of, dtype in ((linear_cross_entropy, torch.float32), (eager, torch.float32), (eager, torch.float64)):
+        leaves = [t.detach().to(dtype, copy=True).requires_grad_() for t in given]
+        options = {"memory": memory} if loss_of is linear_cross_entropy else {}
+        loss = loss_of(*leaves, target, **options)
+        loss.backward()
+        results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, usual, true in zip(*results, strict=True):
+        assert (ours - true).norm() <= 1.25 * (usual - true).norm() + 1e-7 * true.norm()
+
+
+def eager(x, head, target):
+    return F.cross_entropy(F.linear(x, head), target)
 
 
 def test_it_knows_the_capital_of_france(model, folder):
