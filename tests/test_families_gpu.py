@@ -46,7 +46,8 @@ def load(request, tmp_path):
     def load(whose, dtype=torch.float32):
         if whose == "ours":
             return ligermodels.from_pretrained(tmp_path, dtype=dtype, device="cuda")
-        return type(hf).from_pretrained(tmp_path, dtype=dtype).cuda()
+        # eager: transformers 5.17, on the lent machine, runs Gemma 2 through sdpa, which drops the soft cap
+        return type(hf).from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager").cuda()
 
     return load
 

@@ -239,8 +239,7 @@ def _compiled_flex(softcap: float | None) -> Any:
     """FlexAttention is a template: it is only fast, and only lean, once compiled."""
 
     def cap(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        # = softcap·tanh(score / softcap); the compiler may turn tanh into an instruction that is good to 11 bits only
-        return softcap * (2 * torch.sigmoid(2 / softcap * score) - 1)
+        return softcap * torch.tanh(score / softcap)
 
     return torch.compile(functools.partial(flex_attention, score_mod=None if softcap is None else cap))
 
