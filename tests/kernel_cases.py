@@ -26,9 +26,10 @@ DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torc
 # and it sums in numpy's order, whose error in fp32 is not the hardware's
 FLOOR = 2**-21 if INTERPRETED else 2**-24
 # The fp32 errors of a few values are luck, ours and eager's: where a result has fewer than MANY, it may be off by
-# 1.25 · 2^-22 of its root mean square (about two units in the last place; a gradient is a difference of larger terms).
+# 1.25 · 2^-22 of its root mean square (about two units in the last place; a gradient is a difference of larger terms),
+# and twice that where it has fewer than FEW: a weight gradient of 10 values once came out at 2^-21.7 on an H200.
 # The rule without this allowance is kept by the real sizes on the GPU.
-MANY, FEW_FLOOR = 1000, 2**-22
+MANY, FEW, FEW_FLOOR = 1000, 100, 2**-22
 
 
 def tensor(*shape: int, like: tuple = (torch.float32, "cpu"), seed: int = 0, grad: bool = True) -> torch.Tensor:
@@ -70,9 +71,9 @@ def check_exact(function, eager, exact, inputs) -> None:
             (b.double() - t).abs(),
             (t.to(a.dtype).double() - t).abs(),
         )
-        floor = FLOOR if t.numel() >= MANY else max(FLOOR, FEW_FLOOR)
+        floor = FLOOR if t.numel() >= MANY else max(FLOOR, FEW_FLOOR * (2 if t.numel() < FEW else 1))
         measures = {"rms": (_rms, 1.25), "max": (torch.max, 1.25 if a.dtype != torch.float32 else 2.0)}
-        if t.numel() < 100:  # the largest of a few errors is luck
+        if t.numel() < FEW:  # the largest of a few errors is luck
             del measures["max"]
         for name, (measure, factor) in measures.items():
             bound = factor * max(measure(eager_error), measure(rounding), floor * measure(t.abs()))
