@@ -698,7 +698,10 @@ def linear_cross_entropy(
     if main_grad is not None:
         _check_main_grad(main_grad, linear_weight)
     if main_grad is not None and needs[1]:
-        scale = torch.as_tensor(main_grad_scale, dtype=torch.float32, device=input.device)
+        if isinstance(main_grad_scale, torch.Tensor):
+            scale = main_grad_scale.detach().to(input.device, torch.float32)
+        else:  # filled on the device: a copy from the host would make it wait
+            scale = torch.full((), main_grad_scale, dtype=torch.float32, device=input.device)
         loss, *extras = _IntoMainGrad.apply(main_grad, scale, chunked, (*options, *rows), *inputs)
     elif chunked:
         defer = needs[1] and _defers(input, linear_weight, dtype)
