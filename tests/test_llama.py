@@ -475,9 +475,9 @@ def test_a_device_that_is_not_there_is_named(tiny_folder, device):
 
 
 def test_a_folder_of_another_family_is_refused(tiny_folder, tmp_path):
-    config = json.loads((tiny_folder / "config.json").read_text()) | {"model_type": "mistral"}
+    config = json.loads((tiny_folder / "config.json").read_text()) | {"model_type": "mamba"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="mistral"):
+    with pytest.raises(ConfigError, match="mamba"):
         LigerLlama.from_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="mistral"):
+    with pytest.raises(ConfigError, match="mamba"):
         from_pretrained(tmp_path)
