@@ -457,41 +457,22 @@ def tokens(quick: bool, save: Callable, seconds: float = 150.0) -> None:
 
 
 def tune_rows(note: Callable, n: int, v: int) -> None:
-    """Launch shapes of the row step of "fast": through the L2 cache, or held in the registers of several programs."""
+    """Launch shapes of the row step of "fast"."""
     logits, target = torch.randn(n, v, device=DEVICE, dtype=BF16), labels(n, v)
     one, loss = torch.ones((), device=DEVICE), torch.ones(n, device=DEVICE)
     scales, terms = ce_module.Scales(one, one, one), ce_module.Terms(-100, 0.0, 0.0, 0.0, v)
-    chosen = ce_module.SPLIT_ROWS, ce_module.split_launch
-    processors = ce_module.multiprocessors(logits.device)
+    chosen, processors = ce_module.fused_launch, ce_module.multiprocessors(logits.device)
 
     def fused():
         ce_module.row_fused(logits, target, None, scales, terms, loss)
 
-    def checked(what: str) -> None:
-        """Time it, and hold it to the gradient that the kernel through the cache gives."""
-        torch.manual_seed(0)
-        logits.normal_(std=3.0)
-        mine = logits[:300].clone()
-        ce_module.row_fused(mine, target[:300], None, scales, terms, loss[:300])
-        if not hasattr(checked, "true"):
-            checked.true, checked.loss = mine, loss[:300].clone()
-        torch.testing.assert_close(loss[:300], checked.loss, rtol=1e-5, atol=1e-5)
-        wrong = (mine.float() - checked.true.float()).abs() > 2**-7 * checked.true.float().abs() + 1e-12
-        assert not wrong.any(), f"{what}: {wrong.sum()} elements differ by more than a bf16 step"
+    note(f"rows {n}x{v}: as chosen", 4.0 * n * v, "bytes_per_s", fused)
+    for each, warps, block in ((1, 32, 16384), (1, 32, 32768), (2, 16, 8192), (3, 16, 8192), (8, 8, 4096)):
+        launch = min(n, processors * each), {"BLOCK": block, "num_warps": warps}
+        ce_module.fused_launch = lambda *_, launch=launch: launch
+        what = f"rows {n}x{v}: {each} programs a multiprocessor, {warps} warps, block {block}"
         note(what, 4.0 * n * v, "bytes_per_s", fused)
-
-    ce_module.SPLIT_ROWS = False
-    checked(f"rows {n}x{v}: through the cache")
-    ce_module.SPLIT_ROWS = True
-    checked(f"rows {n}x{v}: registers, as chosen")
-    for each, warps, block, registers in (
-        *((1, 16, 32768, 128), (2, 8, 16384, 128), (2, 16, 16384, 64), (1, 32, 32768, 64)),
-        *((4, 4, 8192, 128), (3, 8, 8192, 80), (4, 8, 8192, 64), (1, 16, 16384, 128)),
-    ):
-        launch = {"BLOCK": block, "num_warps": warps, "maxnreg": registers, "launch_cooperative_grid": True}
-        ce_module.split_launch = lambda *_, x=(processors * each, -(-v // block), launch): x
-        checked(f"rows {n}x{v}: registers, {each} programs a multiprocessor, {warps} warps, block {block}")
-    ce_module.SPLIT_ROWS, ce_module.split_launch = chosen
+    ce_module.fused_launch = chosen
 
 
 def tune_slices(note: Callable, n: int, v: int) -> None:
@@ -515,12 +496,12 @@ def tune_slices(note: Callable, n: int, v: int) -> None:
 
 
 def tune_heads(note: Callable, n: int, d: int, v: int, chunks, slices) -> None:
-    """Chunks of "fast" with both row steps, slices and parts of tokens of "lean": time and memory.
+    """Chunks of "fast", slices and parts of tokens of "lean": time and memory.
 
     Correctness: dX of each must be as near to the one of the current choice as two bf16 roundings allow.
     """
     x, head, target = leaf(n, d), leaf(v, d, scale=d**-0.5), labels(n, v)
-    chosen = ce_module.SPLIT_ROWS, linear_module._token_chunk, linear_module._lean_shape
+    chosen = linear_module._token_chunk, linear_module._lean_shape
     true = None
 
     def check(what: str, memory: str) -> None:
@@ -540,19 +521,16 @@ def tune_heads(note: Callable, n: int, d: int, v: int, chunks, slices) -> None:
 
     name = f"{n}x{d}x{v}"
     for chunk in chunks:
-        for split in (False, True):
-            ce_module.SPLIT_ROWS = split
-            if chunk:
-                linear_module._token_chunk = lambda *_, chunk=chunk: chunk
-            how = "registers" if split else "cache"
-            check(f"fast {name}: chunk {chunk or 'as chosen'}, rows through {how}", "fast")
-            linear_module._token_chunk = chosen[1]
+        if chunk:
+            linear_module._token_chunk = lambda *_, chunk=chunk: chunk
+        check(f"fast {name}: chunk {chunk or 'as chosen'}", "fast")
+        linear_module._token_chunk = chosen[0]
     for step, tokens in slices:
         if step:
             linear_module._lean_shape = lambda *_, s=step, t=tokens: (min(s, v), min(t or n, n))
         check(f"lean {name}: " + (f"slices of {step} classes x {tokens or n} tokens" if step else "as chosen"), "lean")
-        linear_module._lean_shape = chosen[2]
-    ce_module.SPLIT_ROWS, linear_module._token_chunk, linear_module._lean_shape = chosen
+        linear_module._lean_shape = chosen[1]
+    linear_module._token_chunk, linear_module._lean_shape = chosen
 
 
 def tune(quick: bool) -> list[dict]:

@@ -519,15 +519,6 @@ def test_logprob_entropy_and_statistics_through_the_interpreter(monkeypatch):
 
 @pytest.mark.interpret
 @interpreted
-def test_rows_held_in_registers_through_the_interpreter(monkeypatch):
-    monkeypatch.setattr(sys.modules["ligermodels.kernels.cross_entropy"], "SPLIT_ROWS", True)
-    for options in ({}, {"z_loss": 0.01, "weight": torch.rand(88)}):
-        x, head, target = problem(3, 8, 88, scale=1.5)
-        agree((x, head), target, 1e-5, torch.tensor(0.3), **options)
-
-
-@pytest.mark.interpret
-@interpreted
 def test_slices_carry_the_statistics(monkeypatch):
     monkeypatch.setattr(MODULE, "CPU_ELEMENTS", 3 * 30)  # three slices of 30 classes
     x, head, target = problem(3, 8, 77, ignored="none")
@@ -567,24 +558,6 @@ def test_gpu_options(memory):
             (x, head, torch.randn(101, device="cuda")), target, 1e-5, upstream, memory, softcap=softcap,
             label_smoothing=smoothing, z_loss=z_loss, reduction=reduction, weight=torch.rand(101, device="cuda"),
         )  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("classes", [1000, 16384, 49152, 151936, 262208])
-def test_gpu_rows_shared_by_programs_that_wait_for_each_other(dtype, classes, monkeypatch):
-    ce = sys.modules["ligermodels.kernels.cross_entropy"]
-    torch.set_float32_matmul_precision("highest")
-    x, head, target = problem(600, 64, classes, scale=0.5, dtype=dtype, device="cuda")
-    for options in ({}, {"z_loss": 1e-3, "weight": torch.rand(classes, device="cuda")}):
-        found = []
-        for split in (False, True, True):
-            monkeypatch.setattr(ce, "SPLIT_ROWS", split)
-            found.append(gradients(linear_cross_entropy, (x, head), target, **options))
-        true = truth((x, head), target, **options)
-        assert all(torch.equal(a, b) for a, b in zip(*found[1:], strict=True))
-        for a, b, t in zip(found[0], found[1], true, strict=True):
-            assert error(b, t) <= 1.05 * error(a, t) + 1e-6 * t.abs().max()
 
 
 @pytest.mark.gpu
