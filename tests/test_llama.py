@@ -86,7 +86,10 @@ def test_logits_loss_and_all_gradients_equal_transformers(pair, ids):
 
 def test_greedy_generation_with_cache_equals_transformers(pair, ids):
     hf, ours = pair
-    expected = hf.generate(ids[:, :12], max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+    # Where LongRoPE's frequencies change, transformers fills the cache anew for Phi-3 and forgets to for Llama.
+    cached = ours.config.rope["rope_type"] != "longrope"
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": cached}
+    expected = hf.generate(ids[:, :12], max_new_tokens=24, **options)
     assert ours.generate(ids[:, :12], max_new_tokens=24, eos_token_id=[]).tolist() == expected.tolist()
 
 
