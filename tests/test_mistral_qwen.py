@@ -89,8 +89,11 @@ def test_packed_documents_equal_separate_runs(ours, ids):
 
 
 def test_a_compiled_step_is_one_graph(ids):
-    """One full and one sliding layer, with normed heads: what the three families add to Llama."""
-    config = VARIANTS["qwen3, window"] | {"num_hidden_layers": 2}
+    """One full and one sliding layer, with normed heads: what the three families add to Llama.
+
+    All lengths exceed the window: shorter rows, from which it hides nothing, are a graph of their own.
+    """
+    config = VARIANTS["qwen3, window"] | {"num_hidden_layers": 2, "sliding_window": 4}
     check.check_compiles(LigerQwen3(LigerQwen3.config_class.from_hf(config)), ids)
 
 
