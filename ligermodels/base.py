@@ -357,7 +357,7 @@ class CausalLM(nn.Module):
         if input_ids.is_meta or torch.compiler.is_compiling():
             return
         # On a GPU reading the values would stall every step, so only the first batch is read: it finds the wrong
-        # tokenizer. A later bad id trips the assertion inside torch's own embedding.
+        # tokenizer. A later bad id reads a row of NaN, so that the loss says it; no memory is read out of bounds.
         if input_ids.device.type == "cpu" or not self._ids_checked:
             if input_ids.is_cuda and torch.cuda.is_current_stream_capturing():
                 return

@@ -18,6 +18,7 @@ from ligermodels.config import Config
 from ligermodels.errors import ConfigError
 from ligermodels.kernels import geglu
 from ligermodels.layers.cache import KVCache
+from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.memory import recompute
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.rotary import RotaryEmbedding
@@ -65,7 +66,7 @@ class GemmaConfig(Config):
             raise ConfigError(f"partial_rotary_factor {self.rope['partial_rotary_factor']}: {name} turns whole heads")
 
 
-class ScaledEmbedding(nn.Embedding):
+class ScaledEmbedding(Embedding):
     """An embedding times √H. The factor is rounded to the weight's dtype first, as in training (bf16: √3072 = 55.5)."""
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:

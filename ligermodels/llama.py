@@ -22,6 +22,7 @@ from ligermodels.errors import ConfigError
 from ligermodels.kernels import rope, swiglu
 from ligermodels.layers.attention import attention
 from ligermodels.layers.cache import KVCache
+from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.memory import recompute
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.rotary import RotaryEmbedding
@@ -117,7 +118,7 @@ class LigerLlama(CausalLM):
         layers = (self.block_class(config, i) for i in range(config.num_hidden_layers))
         self.model = nn.ModuleDict(
             {
-                "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id),
+                "embed_tokens": Embedding(config.vocab_size, config.hidden_size, config.pad_token_id),
                 "layers": nn.ModuleList(layers),
                 "norm": RMSNorm(config.hidden_size, config.rms_norm_eps),
                 "rotary_emb": RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings),
