@@ -105,6 +105,7 @@ class GlmConfig(Config):
             raise ConfigError("kv_channels null of a chatglm config: expected the size of a head")
         out = {k: v for k, v in raw.items() if k not in (*_RENAMED, *_FIXED, *_IGNORED)}
         out |= {ours: raw.get(theirs, default) for theirs, (ours, default) in _RENAMED.items()}
+        out.setdefault("pad_token_id", None)  # GLM's default is beyond ChatGLM's vocabulary
         ratio = raw.get("rope_ratio", 1)
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio < float("inf"):
             raise ConfigError(f"rope_ratio of a chatglm config must be a positive number, found {ratio!r}")
