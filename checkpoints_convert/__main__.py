@@ -15,7 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Convert as the command line says; return the exit code (1 after an error, which is printed)."""
     parser = argparse.ArgumentParser(
         prog="python -m ligermodels.checkpoints_convert",
-        description="Convert a Llama-family GGUF file into a folder in Hugging Face layout.",
+        description="Convert a GGUF file (Llama family, Gemma 3) into a folder in Hugging Face layout.",
     )
     parser.add_argument("file", metavar="FILE.gguf", help="the GGUF to read")
     parser.add_argument("folder", metavar="FOLDER", help="the folder to write")

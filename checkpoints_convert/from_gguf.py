@@ -1,8 +1,9 @@
 """GGUF (llama.cpp's single file) → a folder in Hugging Face layout: weights, config, tokenizer, chat template.
 
-Two things differ from a plain renaming. llama.cpp rotates neighbouring pairs (2j, 2j+1) where Hugging Face rotates
-(j, j + D/2), so a GGUF stores the rows of q and k interleaved, head by head; they are put back here. And a GGUF holds
-no tokenizer.json, only its raw material: tokens, merges or scores, token kinds, and the name of a splitting rule.
+More differs than the names. For a Llama, llama.cpp rotates neighbouring pairs (2j, 2j+1) where Hugging Face rotates
+(j, j + D/2), so a GGUF stores the rows of q and k interleaved, head by head; they are put back here. For a Gemma 3 it
+stores 1 + weight of each norm. And a GGUF holds no tokenizer.json, only its raw material: tokens, merges or scores,
+token kinds, and the name of a splitting rule.
 
 The file is read and its weights are dequantised by the package ``gguf`` (extra ``ligermodels[gguf]``).
 """
@@ -36,6 +37,13 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA3_NAMES = _LAYER_NAMES | {
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -61,7 +69,7 @@ def convert_gguf(
     dtype: torch.dtype = torch.bfloat16,
     force: bool = False,
 ) -> Path:
-    """Convert a Llama-family GGUF into ``folder`` (Hugging Face layout) and return its path.
+    """Convert a GGUF of a Llama or a Gemma 3 (text) into ``folder`` (Hugging Face layout) and return its path.
 
     Writes model.safetensors (at ``dtype``), config.json, generation_config.json, tokenizer.json and
     tokenizer_config.json with the chat template. Holds one tensor at a time.
@@ -74,8 +82,10 @@ def convert_gguf(
         raise CheckpointError(f"{folder} already holds a model: choose another folder, or pass force (--force)")
     metadata, entries = read_gguf(path)
     architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        raise CheckpointError(f"{path} is of architecture {architecture!r}: only 'llama' can be converted so far")
+    if architecture not in ("llama", "gemma3"):
+        raise CheckpointError(
+            f"{path} is of architecture {architecture!r}: only 'llama' and 'gemma3' can be converted so far"
+        )
 
     config = _config(path, metadata, entries, dtype)
     sources = _sources(path, config, entries)
@@ -86,6 +96,7 @@ def convert_gguf(
         "tokenizer_config.json": _tokenizer_config(path, config, metadata),
     }
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    gemma = architecture == "gemma3"
     shapes = {name: torch.empty(entry.shape, dtype=dtype, device="meta") for name, entry in sources.items()}
 
     from tqdm import tqdm
@@ -93,9 +104,13 @@ def convert_gguf(
     with tqdm(total=len(sources), desc=f"converting {path.name}", unit="tensor", disable=None) as bar:
 
         def make(name: str) -> torch.Tensor:
-            tensor = load_tensor(path, sources[name], dtype)
             projection = name.split(".")[-2]
             bar.update()
+            if gemma:
+                if projection.endswith("norm"):
+                    return (load_tensor(path, sources[name], torch.float32) - 1).to(dtype)
+                return load_tensor(path, sources[name], dtype)
+            tensor = load_tensor(path, sources[name], dtype)
             return _deinterleave(tensor, heads[projection]) if projection in heads else tensor
 
         save_streamed(folder, shapes, make, config, extra_json=extra)
@@ -127,21 +142,28 @@ def _sources(path: Path, config: dict, entries: dict[str, GGUFTensor]) -> dict[s
         "ffn_up": (inner, hidden),
         "ffn_down": (hidden, inner),
     }
+    layer_names = _LAYER_NAMES
+    if config["model_type"] == "gemma3_text":
+        layer_names, head = _GEMMA3_NAMES, (config["head_dim"],)
+        layer_shapes |= {"attn_q_norm": head, "attn_k_norm": head}
+        layer_shapes |= {"post_attention_norm": (hidden,), "post_ffw_norm": (hidden,)}
     expected = {"token_embd.weight": (vocab, hidden), "output_norm.weight": (hidden,)}
     names = dict(_TOP_NAMES)
     if not config["tie_word_embeddings"]:
         expected["output.weight"] = (vocab, hidden)
     for layer in range(config["num_hidden_layers"]):
         for part, shape in layer_shapes.items():
-            biased = config["attention_bias" if part.startswith("attn") else "mlp_bias"] and len(shape) == 2
+            biased = config.get("attention_bias" if part.startswith("attn") else "mlp_bias") and len(shape) == 2
             for kind, kind_shape in (("weight", shape), *([("bias", shape[:1])] if biased else [])):
                 name = f"blk.{layer}.{part}.{kind}"
                 expected[name] = kind_shape
-                names[name] = f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
+                names[name] = f"model.layers.{layer}.{layer_names[part]}.{kind}"
 
     unknown = [name for name in entries if name not in expected and name != "rope_freqs.weight"]
     if unknown:
-        raise CheckpointError(f"{path} holds tensors that a Llama model has not: {_listed(unknown)}")
+        raise CheckpointError(
+            f"{path} holds tensors that a model of type {config['model_type']} has not: {_listed(unknown)}"
+        )
     missing = [name for name in expected if name not in entries]
     if missing:
         raise CheckpointError(f"{path} lacks the tensors {_listed(missing)}")
@@ -186,15 +208,17 @@ def _list(path: Path, metadata: dict, key: str, kind: type, length: int | None =
 
 
 def _config(path: Path, metadata: dict, entries: dict[str, GGUFTensor], dtype: torch.dtype) -> dict:
+    architecture = metadata["general.architecture"]
+
     def size(key: str, default: int | None = None) -> int:
-        key = f"llama.{key}"
+        key = f"{architecture}.{key}"
         value = metadata.get(key, default)
         if isinstance(value, list) and len(set(map(str, value))) == 1:  # one value for each layer
             value = value[0]
         return _positive(path, {} if value is None else {key: value}, key)
 
-    if metadata.get("llama.expert_count", 0):
-        raise CheckpointError(f"{path} is a mixture of experts (llama.expert_count): not converted so far")
+    if metadata.get(f"{architecture}.expert_count", 0):
+        raise CheckpointError(f"{path} is a mixture of experts ({architecture}.expert_count): not converted so far")
     if "token_embd.weight" not in entries or len(entries["token_embd.weight"].shape) != 2:
         raise CheckpointError(f"{path} lacks the tensor token_embd.weight (vocabulary, hidden size)")
     hidden, heads = size("embedding_length"), size("attention.head_count")
@@ -203,14 +227,17 @@ def _config(path: Path, metadata: dict, entries: dict[str, GGUFTensor], dtype: t
     value_dim = size("attention.value_length", head_dim)
     if not head_dim == value_dim == rotary or head_dim % 2:
         raise CheckpointError(
-            f"{path}: a Llama model needs one even llama.attention.key_length ({head_dim}), "
-            f".value_length ({value_dim}) and llama.rope.dimension_count ({rotary})"
+            f"{path}: heads need one even {architecture}.attention.key_length ({head_dim}), "
+            f".value_length ({value_dim}) and {architecture}.rope.dimension_count ({rotary})"
         )
     layers = size("block_count")
     if layers > len(entries):
-        raise CheckpointError(f"{path}: llama.block_count is {layers}, but the file has {len(entries)} tensors")
-    theta = _positive(path, {"llama.rope.freq_base": 10000.0} | metadata, "llama.rope.freq_base", float)
-    eps = _positive(path, metadata, "llama.attention.layer_norm_rms_epsilon", float)
+        raise CheckpointError(
+            f"{path}: {architecture}.block_count is {layers}, but the file has {len(entries)} tensors"
+        )
+    base = f"{architecture}.rope.freq_base"
+    theta = _positive(path, {base: 1e6 if architecture == "gemma3" else 1e4} | metadata, base, float)
+    eps = _positive(path, metadata, f"{architecture}.attention.layer_norm_rms_epsilon", float)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -232,8 +259,29 @@ def _config(path: Path, metadata: dict, entries: dict[str, GGUFTensor], dtype: t
         "torch_dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
     }
+    if architecture == "gemma3":
+        config = _gemma3_config(path, metadata, config, size("attention.sliding_window"))
     ids = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
     return config | {name: metadata.get(f"tokenizer.ggml.{key}") for name, key in ids.items()}
+
+
+def _gemma3_config(path: Path, metadata: dict, config: dict, window: int) -> dict:
+    """What a Gemma 3 has beyond a Llama. The scale of its scores is not in the file; only the 27B differs from D^-½."""
+    config = {k: v for k, v in config.items() if k not in ("hidden_act", "mlp_bias")}
+    large = config["num_hidden_layers"] == 62
+    cap = "gemma3.final_logit_softcapping"
+    return config | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
+        if large
+        else config["head_dim"],
+        "rope_local_base_freq": 10000.0,
+        "sliding_window": window,
+        "sliding_window_pattern": 6,
+        "final_logit_softcapping": _positive(path, metadata, cap, float) if cap in metadata else None,
+    }
 
 
 def _rope_scaling(
@@ -241,10 +289,11 @@ def _rope_scaling(
 ) -> dict | None:
     if "rope_freqs.weight" in entries:
         return _llama3_scaling(path, entries["rope_freqs.weight"], head_dim, theta)
-    prefix = "llama.rope.scaling."
+    rope = f"{metadata['general.architecture']}.rope."
+    prefix = rope + "scaling."
     kind = metadata.get(prefix + "type", "none")
-    if kind == "none" and "llama.rope.scale_linear" in metadata:  # the spelling of old files
-        return {"rope_type": "linear", "factor": _decimal(_positive(path, metadata, "llama.rope.scale_linear", float))}
+    if kind == "none" and rope + "scale_linear" in metadata:  # the spelling of old files
+        return {"rope_type": "linear", "factor": _decimal(_positive(path, metadata, rope + "scale_linear", float))}
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):

@@ -53,7 +53,8 @@ def write_gguf(
     writer.add_rope_freq_base(tokenizer.pop("theta", 5e5))
     writer.add_layer_norm_rms_eps(1e-5)
     for key, value in keys:
-        writer.add_string(key, value) if isinstance(value, str) else writer.add_float32(key, value)
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(key, value)
     tokenizer = {"model": "gpt2", "pre": "gpt-2", "tokens": list(BYTES), "merges": ["h e", "he l"]} | tokenizer
     writer.add_tokenizer_model(tokenizer["model"])
     writer.add_tokenizer_pre(tokenizer["pre"])
@@ -66,7 +67,7 @@ def write_gguf(
     for name, number in tokenizer.get("ids", {}).items():
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", number)
     for name, tensor in tensors.items():
-        heads = {"attn_q": A, "attn_k": K}.get(name.split(".")[-2])
+        heads = {"attn_q": A, "attn_k": K}.get(name.split(".")[-2]) if architecture == "llama" else None
         writer.add_tensor(name, interleave(tensor, heads) if heads else tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -389,3 +390,46 @@ def test_random_damage_never_ends_in_another_error(tmp_path, seed):
             refused += 1
             assert "damaged.gguf" in str(error)
     assert refused > 20
+
+
+def test_a_gemma_3_has_its_names_norms_and_windows(tmp_path):
+    """q and k keep their rows (llama.cpp rotates this family in halves); a norm's file holds 1 + weight."""
+    tensors = weights(True, len(BPE_TOKENS))
+    random = np.random.default_rng(1)
+    for i in range(LAYERS):
+        for name, width in (("attn_q_norm", D), ("attn_k_norm", D), ("post_attention_norm", H), ("post_ffw_norm", H)):
+            tensors[f"blk.{i}.{name}.weight"] = random.standard_normal(width, dtype=np.float32)
+    keys = {
+        "gemma3.attention.sliding_window": 8,
+        "gemma3.attention.key_length": D,
+        "gemma3.attention.value_length": D,
+        "gemma3.rope.scaling.type": "linear",
+        "gemma3.rope.scaling.factor": 8.0,
+    }
+    path = write_gguf(
+        tmp_path / "a.gguf", tensors, architecture="gemma3", tokens=BPE_TOKENS, keys=keys.items(), theta=1e6
+    )
+    folder = convert_gguf(path, tmp_path / "out", dtype=torch.float32)
+    config = read_config(folder)
+    assert config["model_type"] == "gemma3_text"
+    assert (config["sliding_window"], config["head_dim"], config["query_pre_attn_scalar"]) == (8, D, D)
+    assert (config["rope_theta"], config["rope_local_base_freq"]) == (1e6, 1e4)
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+    assert config["tie_word_embeddings"]
+    checkpoint = open_checkpoint(folder)
+    for ours, theirs, less in [
+        ("self_attn.q_proj", "attn_q", 0),
+        ("self_attn.k_proj", "attn_k", 0),
+        ("self_attn.q_norm", "attn_q_norm", 1),
+        ("post_attention_layernorm", "post_attention_norm", 1),
+        ("pre_feedforward_layernorm", "ffn_norm", 1),
+        ("post_feedforward_layernorm", "post_ffw_norm", 1),
+    ]:
+        expected = torch.from_numpy(tensors[f"blk.1.{theirs}.weight"]) - less
+        assert torch.equal(checkpoint.read(f"model.layers.1.{ours}.weight"), expected)
+    del tensors["blk.0.post_ffw_norm.weight"]
+    with pytest.raises(CheckpointError, match="post_ffw_norm"):
+        convert_gguf(
+            write_gguf(tmp_path / "b.gguf", tensors, architecture="gemma3", tokens=BPE_TOKENS, keys=keys.items()),
+            tmp_path / "b",
+        )
