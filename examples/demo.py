@@ -6,10 +6,12 @@ Exits with an error if the answer is wrong, if the loss does not fall, or if the
 
 import argparse
 import importlib.util
+import os
 import sys
 import time
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch loads: waiting threads sleep, not spin
 import torch
 from train import train
 
@@ -74,7 +76,8 @@ def main():
     tokens = torch.tensor(tokenizer.encode(STORY.read_text("utf-8")))
     story, ending = tokens.split([len(tokens) - len(tokens) // 8, len(tokens) // 8])
     before = evaluate(model, story), evaluate(model, ending)
-    say(f"Fine-tuning on {STORY.name}: {len(story)} tokens, its last {len(ending)} held out\n")
+    say(f"Fine-tuning on {STORY.name}: {len(story)} tokens, its last {len(ending)} held out.")
+    print("          A model fine-tuned on a story learns to tell stories, and forgets some of how to chat.\n")
     losses = train(model.train(), story, steps=args.steps, batch=2, seq=128, lr=5e-5)
     model.eval()
     for step in range(0, len(losses), max(1, len(losses) // 10)):
