@@ -136,6 +136,8 @@ def read_config(folder: str | os.PathLike) -> dict:
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
             hint = "; if this is the name of a hub repository, use from_hub"
         raise CheckpointError(f"there is no folder {path}{hint}")
+    if path.is_file() and path.suffix != ".json":
+        raise CheckpointError(f"{path} is a file; give the folder that holds it and {CONFIG}")
     if path.is_dir():
         path = path / CONFIG
         if not path.is_file():

@@ -62,25 +62,24 @@ def register(
         torch.library.register_autograd(f"ligermodels::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
     operator = getattr(torch.ops.ligermodels, name).default
 
-    class Eager(torch.autograd.Function):
-        """The same formula without the dispatcher, whose Python hooks cost more time than a small kernel."""
+    def forward(ctx, *args):
+        output = implementation(*args)
+        if setup_context is not None:
+            setup_context(ctx, args, output)
+        return output
 
-        @staticmethod
-        def forward(ctx, *args):
-            output = implementation(*args)
-            if setup_context is not None:
-                setup_context(ctx, args, output)
-            return output
-
-    Eager.__name__ = Eager.__qualname__ = f"ligermodels_{name}"
+    # The same formula without the dispatcher, whose Python hooks cost more time than a small kernel. Made by type() so
+    # that the node of a traceback or a graph bears the operation's name.
+    methods = {"forward": staticmethod(forward)}
     if backward is not None:
-        Eager.backward = staticmethod(backward)
+        methods["backward"] = staticmethod(backward)
+    eager = type(f"Liger_{name}", (torch.autograd.Function,), methods)
 
     def call(*args):
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
             return operator(*args)
         if backward is None or not torch.is_grad_enabled():
             return implementation(*args)
-        return Eager.apply(*args)
+        return eager.apply(*args)
 
     return call

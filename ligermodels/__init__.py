@@ -26,6 +26,8 @@ from ligermodels.qwen2 import LigerQwen2, Qwen2Config
 from ligermodels.qwen3 import LigerQwen3, Qwen3Config
 from ligermodels.tokenizer import Tokenizer
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CausalLMOutput",
     "CheckpointError",

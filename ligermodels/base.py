@@ -217,6 +217,10 @@ class CausalLM(nn.Module):
     def device(self) -> torch.device:
         return self.model.embed_tokens.weight.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.embed_tokens.weight.dtype
+
     # ------------------------------------------------------------------------------------------------------ forward
 
     def set_activation_memory(self, level: str) -> None:
@@ -272,6 +276,12 @@ class CausalLM(nn.Module):
             position_ids = document_positions(cu_seqlens, batch, length)
         else:
             position_ids = torch.arange(past, past + length, device=device)[None]
+        trained = self.config.max_position_embeddings
+        if largest > trained and not self.model.rotary_emb.depends_on_length and not torch.compiler.is_compiling():
+            warnings.warn(
+                f"{largest} positions, but max_position_embeddings is {trained}: quality may fall beyond it",
+                stacklevel=3,
+            )
         cos, sin = self.model.rotary_emb(position_ids, largest)
         visible = visibility(batch, length, past, device, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
         return Context(cos, sin, visible, cache, position_ids, largest)
@@ -315,6 +325,8 @@ class CausalLM(nn.Module):
                 f"labels must have the shape of input_ids {tuple(hidden.shape[:2])}, found {tuple(labels.shape)}"
             )
         target = shift_labels(labels, cu_seqlens)
+        if target.device.type == "cpu" and not torch.compiler.is_compiling() and not (target != -100).any():
+            warnings.warn("no label is supervised (all are -100, or rows have one token): the loss is 0", stacklevel=4)
         reduction = "mean" if num_items_in_batch is None else "sum"
         if type(self.lm_head) is nn.Linear:
             loss = linear_cross_entropy(hidden, self.lm_head.weight, target, reduction=reduction, softcap=softcap)
@@ -407,13 +419,43 @@ class CausalLM(nn.Module):
             dtype=weight.dtype, device=weight.device,
         )  # fmt: skip
 
-    def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
-        """(B, S + new) ids: the prompts and what follows. Options as ``ligermodels.generation.generate``."""
-        return generation.generate(self, input_ids, **options)
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        seed: int | None = None,
+    ) -> torch.Tensor:
+        """(B, S + new) ids: the prompts (B, S), padded on the left, and what follows. See ``generation.stream``."""
+        return generation.generate(
+            self, input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, temperature=temperature,
+            top_k=top_k, top_p=top_p, eos_token_id=eos_token_id, pad_token_id=pad_token_id, seed=seed,
+        )  # fmt: skip
 
-    def stream(self, input_ids: torch.Tensor, **options: Any) -> Iterator[torch.Tensor]:
-        """Yields the (B,) ids of each new position. Options as ``ligermodels.generation.stream``."""
-        return generation.stream(self, input_ids, **options)
+    def stream(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        seed: int | None = None,
+    ) -> Iterator[torch.Tensor]:
+        """Yields the (B,) ids of each new position. See ``ligermodels.generation.stream`` for the arguments."""
+        return generation.stream(
+            self, input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, temperature=temperature,
+            top_k=top_k, top_p=top_p, eos_token_id=eos_token_id, pad_token_id=pad_token_id, seed=seed,
+        )  # fmt: skip
 
 
 def shift_labels(labels: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:

@@ -9,6 +9,7 @@ Symbols: B rows, S prompt length (padding included), V vocabulary.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -104,6 +105,8 @@ def stream(
         _check_whole_number("top_k", top_k, hint="; 0 or None keeps all tokens")
     if top_p is not None:
         _check_real("top_p", top_p, low=0.0, high=1.0, hint="1 or None keeps all tokens")
+    if temperature == 0 and (top_k or top_p is not None):
+        warnings.warn("temperature is 0, which is greedy: top_k and top_p have no effect", stacklevel=3)
     eos_ids = _eos_ids(model, eos_token_id)
     pad_id = _pad_id(model, pad_token_id, eos_ids, vocab_size)
     input_ids, attention_mask = _check_prompt(input_ids, attention_mask, vocab_size, device)

@@ -48,6 +48,8 @@ class LlamaConfig(Config):
 
 
 class LlamaAttention(nn.Module):
+    """Grouped-query attention with rotary positions: (B, S, H) -> (B, S, H)."""
+
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
         H, A, K, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -71,6 +73,8 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
+    """down(silu(gate(h)) · up(h)): (B, S, H) -> (B, S, H)."""
+
     def __init__(self, config: LlamaConfig):
         super().__init__()
         H, intermediate = config.hidden_size, config.intermediate_size
@@ -82,11 +86,14 @@ class LlamaMLP(nn.Module):
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj(h), self.up_proj(h)  # (B, S, I) each
         product = swiglu(gate, up)
+        # Forward as usual; only what autograd would keep of the product is dropped, and rebuilt in backward.
         with recompute(product, lambda: swiglu(gate, up), enabled=self.recompute):
             return self.down_proj(product)
 
 
 class LlamaBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): (B, S, H) -> (B, S, H)."""
+
     attention_class: ClassVar[type[nn.Module]] = LlamaAttention  # families that differ here alone put theirs
     mlp_class: ClassVar[type[nn.Module]] = LlamaMLP
 

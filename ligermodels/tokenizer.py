@@ -400,7 +400,7 @@ def _remove_leftovers(folder: Path, keep: Path | None) -> None:
 
 def _missing(folder: Path) -> str:
     if not folder.is_dir():
-        return f"{folder}: no such folder"
+        return f"{folder}: no such folder; if this is the name of a hub repository, use Tokenizer.from_hub"
     others = [n for n in ("tokenizer.model", "vocab.json", "tekken.json", "spiece.model") if (folder / n).is_file()]
     if not others:
         return f"{folder}: there is no tokenizer.json in this folder"

@@ -1,7 +1,7 @@
 """Activation memory: rebuild in backward what is cheap to rebuild, instead of keeping it from forward.
 
 A Linear keeps its input for the weight gradient. When that input is a norm or a gated product, it costs one
-memory-bound pass to rebuild, yet a third of all activation memory to keep. See design §5 and Chen et al. 2016.
+memory-bound pass to rebuild, yet a third of all activation memory to keep. After Chen et al. 2016, sublinear memory.
 """
 
 from __future__ import annotations
