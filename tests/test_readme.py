@@ -46,7 +46,7 @@ def test_every_python_snippet_runs(tmp_path, monkeypatch):
 def test_commands_and_links_lead_somewhere():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = re.findall(r"^make (\S+)", README, re.MULTILINE)
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README) + re.findall(r"^python (\S+\.py)", README, re.MULTILINE)
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", README) + re.findall(r"^\S*python (\S+\.py)", README, re.MULTILINE)
     assert targets and links
     assert [t for t in targets if not re.search(rf"^{t}:", makefile, re.MULTILINE)] == []
     assert [link for link in links if not (ROOT / link).exists()] == []
