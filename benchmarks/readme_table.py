@@ -1,6 +1,7 @@
-"""Rewrite the tables of figures in README.md from benchmarks/results/*.json, so that no figure is typed by hand.
+"""Rewrite the tables in README.md from benchmarks/results/*.json and from the code, so that none is typed by hand.
 
 Results of step.py give the table of training steps, results of kernels.py (but not of its sweeps) that of the kernels.
+ligermodels.MODELS and tests/published_configs.json give the table of families.
 
 python benchmarks/readme_table.py            # rewrite
 python benchmarks/readme_table.py --check    # only say (exit code 1) whether the README is out of date
@@ -14,6 +15,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- figures: begin (benchmarks/readme_table.py writes this) -->", "<!-- figures: end -->"
+FAMILIES_BEGIN = BEGIN.replace("figures", "families")
+FAMILIES_END = END.replace("figures", "families")
+FAMILIES_HEAD = """\
+| class | `model_type` | published checkpoints |
+|---|---|---|"""
 HEAD = """\
 | model, batch × length | device | | tokens/s | against the fastest peer | peak GiB | against the same peer |
 |---|---|---|---|---|---|---|"""
@@ -101,14 +107,39 @@ def block(folder: Path) -> str:
     return "\n".join(parts)
 
 
+def families(models: dict[str, type], published: dict) -> str:
+    """One line for each class: the model types it loads and the published checkpoints of those types."""
+    lines = [FAMILIES_HEAD]
+    for cls in dict.fromkeys(models.values()):
+        types = [name for name, other in models.items() if other is cls]
+        names = [repo.split("/")[1] for repo, entry in published.items() if entry["config"]["model_type"] in types]
+        lines.append(f"| {cls.__name__} | {', '.join(f'`{t}`' for t in types)} | {', '.join(names) or '–'} |")
+    return "\n".join(lines)
+
+
+def current_families() -> str:
+    """The table of this checkout."""
+    sys.path.insert(0, str(ROOT))  # run as a script, only benchmarks/ is on the path
+    try:
+        from ligermodels import MODELS
+    finally:
+        sys.path.remove(str(ROOT))
+    return families(MODELS, json.loads((ROOT / "tests" / "published_configs.json").read_text(encoding="utf-8")))
+
+
+def replace(text: str, begin: str, end: str, new: str) -> str:
+    """``text`` with what stands between two marks replaced."""
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{new}\n{end}{rest.split(end)[1]}"
+
+
 def main() -> None:
     readme = ROOT / "README.md"
     old = readme.read_text(encoding="utf-8")
-    before, rest = old.split(BEGIN)
-    after = rest.split(END)[1]
-    new = f"{before}{BEGIN}\n{block(ROOT / 'benchmarks' / 'results')}\n{END}{after}"
+    new = replace(old, BEGIN, END, block(ROOT / "benchmarks" / "results"))
+    new = replace(new, FAMILIES_BEGIN, FAMILIES_END, current_families())
     if "--check" in sys.argv:
-        sys.exit("README.md: the figures are out of date, run benchmarks/readme_table.py" if new != old else 0)
+        sys.exit("README.md: a table is out of date, run benchmarks/readme_table.py" if new != old else 0)
     readme.write_text(new, encoding="utf-8")
 
 

@@ -58,6 +58,22 @@ def test_figures_are_those_of_the_committed_results():
     assert written == table.block(ROOT / "benchmarks" / "results").strip(), "run benchmarks/readme_table.py"
 
 
+def test_families_are_those_of_the_code():
+    table = load("benchmarks/readme_table.py")
+    written = README.split(table.FAMILIES_BEGIN)[1].split(table.FAMILIES_END)[0].strip()
+    assert written == table.current_families(), "run benchmarks/readme_table.py"
+
+
+def test_a_family_lists_its_types_and_their_checkpoints():
+    class LigerA: ...
+
+    class LigerB: ...
+
+    published = {"x/One": {"config": {"model_type": "a"}}, "x/Two": {"config": {"model_type": "other"}}}
+    rows = load("benchmarks/readme_table.py").families({"a": LigerA, "b": LigerB, "a2": LigerA}, published)
+    assert rows.splitlines()[2:] == ["| LigerA | `a`, `a2` | One |", "| LigerB | `b` | – |"]
+
+
 def test_the_table_gives_ratios_to_the_fastest_peer_and_says_out_of_memory():
     report = {
         "settings": dict(model="m", batch=4, seq=4096, accumulation=1, checkpointing=False, cap_gib=None),
