@@ -17,6 +17,15 @@ from ligermodels.checkpoints_convert.hub import download
 from ligermodels.checkpoints_convert.rewrites import to_model_names
 from ligermodels.config import Config, resolve_dtype
 from ligermodels.errors import ConfigError, LigerError
+from ligermodels.inputs import (
+    check_cache,
+    check_ids,
+    check_mask,
+    check_positions,
+    need_tensor,
+    normaliser,
+    shift_labels,
+)
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.layers.attention import Visibility, check_cu_seqlens, document_positions, visibility
@@ -252,26 +261,32 @@ class CausalLM(nn.Module):
         cache: KVCache | None,
     ) -> Context:
         """Check the inputs of a forward and derive positions, rotary tables and visibility from them."""
-        self._check_ids(input_ids)
+        # On a GPU reading the values would stall every step, so only the first batch is read: it finds the wrong
+        # tokenizer. A later bad id reads a row of NaN, so that the loss says it; no memory is read out of bounds.
+        first = not torch.compiler.is_compiling() and not self._ids_checked
+        check_ids(input_ids, self.config.vocab_size, read_on_gpu=first)
+        if first:
+            self._ids_checked = True
         batch, length = input_ids.shape
         if cache is not None:
-            self._check_cache(cache)
+            check_cache(cache, self.config)
         past = cache.length if cache is not None else 0
         device = input_ids.device
         if cache is not None:
             cache.check(batch, length)
         if attention_mask is not None:
-            self._check_mask(attention_mask, (batch, past + length))
+            check_mask(attention_mask, (batch, past + length))
         if cu_seqlens is not None:
             if attention_mask is not None or cache is not None:
                 raise LigerError("cu_seqlens packs whole documents: it goes with neither attention_mask nor cache")
-            _need_tensor("cu_seqlens", cu_seqlens)
+            need_tensor("cu_seqlens", cu_seqlens)
             if not torch.compiler.is_compiling():  # it reads values
                 check_cu_seqlens(cu_seqlens, batch, length)
             cu_seqlens = cu_seqlens.to(device)
         largest = past + length
         if position_ids is not None:
-            largest = self._check_positions(position_ids, input_ids, attention_mask, cu_seqlens, cache)
+            by_length = self.model.rotary_emb.depends_on_length
+            largest = check_positions(position_ids, input_ids, attention_mask, cu_seqlens, cache, read_on_gpu=by_length)
         elif cu_seqlens is not None:
             position_ids = document_positions(cu_seqlens, batch, length)
         else:
@@ -319,7 +334,7 @@ class CausalLM(nn.Module):
 
         hidden (B, S, H), labels (B, S) with -100 ignored. The (tokens, vocabulary) logits are never built whole.
         """
-        _need_tensor("labels", labels)
+        need_tensor("labels", labels)
         if labels.shape != hidden.shape[:2]:
             raise LigerError(
                 f"labels must have the shape of input_ids {tuple(hidden.shape[:2])}, found {tuple(labels.shape)}"
@@ -332,82 +347,7 @@ class CausalLM(nn.Module):
             loss = linear_cross_entropy(hidden, self.lm_head.weight, target, reduction=reduction, softcap=softcap)
         else:  # a wrapped head (LoRA): only the module knows its whole weight
             loss = cross_entropy(self.lm_head(hidden), target, reduction=reduction, softcap=softcap)
-        return loss if num_items_in_batch is None else loss / _normaliser(num_items_in_batch, loss.device)
-
-    def _check_cache(self, cache: KVCache) -> None:
-        if not isinstance(cache, KVCache):
-            raise LigerError(f"cache must come from make_cache, found {type(cache).__name__}")
-        c = self.config
-        expected = (c.num_hidden_layers, c.num_key_value_heads, c.head_dim)
-        layers, _, _, heads, dim = cache.keys.shape
-        if (layers, heads, dim) != expected:
-            raise LigerError(
-                f"the cache is of another model: (layers, key/value heads, head_dim) is {(layers, heads, dim)}, "
-                f"expected {expected}"
-            )
-
-    def _check_mask(self, attention_mask: torch.Tensor, shape: tuple[int, int]) -> None:
-        _need_tensor("attention_mask", attention_mask)
-        if attention_mask.shape != shape:
-            raise LigerError(
-                f"attention_mask must be (batch, cached + new) = {shape}, found {tuple(attention_mask.shape)}"
-            )
-        readable = attention_mask.device.type == "cpu" and not torch.compiler.is_compiling()
-        if readable and attention_mask.is_floating_point() and not bool((attention_mask >= 0).all()):
-            raise LigerError(
-                "attention_mask holds negative numbers or NaN: expected nonzero = keep, 0 = padding, not a mask that "
-                "is added to the scores"
-            )
-
-    def _check_ids(self, input_ids: torch.Tensor) -> None:
-        _need_tensor("input_ids", input_ids)
-        if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.dtype not in (torch.int64, torch.int32):
-            raise LigerError(
-                "input_ids must be a non-empty (batch, length) tensor of int64 or int32, "
-                f"found {input_ids.dtype} of shape {tuple(input_ids.shape)}"
-            )
-        if input_ids.is_meta or torch.compiler.is_compiling():
-            return
-        # On a GPU reading the values would stall every step, so only the first batch is read: it finds the wrong
-        # tokenizer. A later bad id reads a row of NaN, so that the loss says it; no memory is read out of bounds.
-        if input_ids.device.type == "cpu" or not self._ids_checked:
-            if input_ids.is_cuda and torch.cuda.is_current_stream_capturing():
-                return
-            low, high = (int(x) for x in torch.aminmax(input_ids))
-            if low < 0 or high >= self.config.vocab_size:
-                bad = low if low < 0 else high
-                raise LigerError(f"token id {bad} in input_ids is outside the vocabulary of {self.config.vocab_size}")
-            self._ids_checked = True
-
-    def _check_positions(
-        self,
-        position_ids: torch.Tensor,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None,
-        cache: KVCache | None,
-    ) -> int:
-        """The largest position + 1. Positions that start anew mean packed documents, and those need cu_seqlens."""
-        batch, length = input_ids.shape
-        _need_tensor("position_ids", position_ids)
-        if position_ids.dtype not in (torch.int64, torch.int32):
-            raise LigerError(f"position_ids must be int64 or int32, found {position_ids.dtype}")
-        if position_ids.shape not in ((batch, length), (1, length)):
-            raise LigerError(
-                f"position_ids must be {(batch, length)} or {(1, length)}, found {tuple(position_ids.shape)}"
-            )
-        if position_ids.device.type != "cpu" and not self.model.rotary_emb.depends_on_length:
-            return length  # not read: it would stall the GPU, and only these two scalings need it
-        if torch.compiler.is_compiling():  # those two scalings break the graph here, which beats a wrong angle
-            return int(position_ids.max()) + 1 if self.model.rotary_emb.depends_on_length else length
-        if attention_mask is None and cu_seqlens is None and cache is None and bool((position_ids.diff() != 1).any()):
-            raise LigerError(
-                "position_ids do not rise by 1. If documents are packed in a row, give cu_seqlens: positions alone "
-                "would let one document attend to the one before; if the row is padded, give attention_mask"
-            )
-        if int(position_ids.min()) < 0:
-            raise LigerError(f"position_ids must not be negative, found {int(position_ids.min())}")
-        return int(position_ids.max()) + 1
+        return loss if num_items_in_batch is None else loss / normaliser(num_items_in_batch, loss.device)
 
     # --------------------------------------------------------------------------------------------------- generation
 
@@ -456,37 +396,6 @@ class CausalLM(nn.Module):
             self, input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, temperature=temperature,
             top_k=top_k, top_p=top_p, eos_token_id=eos_token_id, pad_token_id=pad_token_id, seed=seed,
         )  # fmt: skip
-
-
-def shift_labels(labels: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-    """(B, S): at each position the label of the next one; -100 at the end of a row and of a document."""
-    shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-    if cu_seqlens is None:
-        return shifted
-    last = cu_seqlens[1:].to(labels.device, torch.long) - 1  # last position of each document, over B·S
-    last = last % labels.numel()  # -1, of an empty first document: the very last position, which has no label anyhow
-    return shifted.reshape(-1).index_fill(0, last, -100).view_as(labels)
-
-
-def _normaliser(count: int | float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
-    """num_items_in_batch, checked where that costs no wait; 0 (nothing supervised) becomes 1."""
-    tensor = isinstance(count, torch.Tensor)
-    readable = not torch.compiler.is_compiling() and not (tensor and count.device.type != "cpu")
-    try:
-        good = (not tensor or count.numel() == 1) and (not readable or bool(count >= 0)) and not isinstance(count, bool)
-    except (TypeError, ValueError):
-        good = False
-    if not good:
-        raise LigerError(f"num_items_in_batch must be a number of tokens, 0 or more, found {count!r}")
-    if not tensor:
-        return count or 1
-    count = count.reshape(()).to(device)
-    return count.masked_fill(count == 0, 1)
-
-
-def _need_tensor(name: str, value: object) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise LigerError(f"{name} must be a tensor, found {type(value).__name__}")
 
 
 def _resolve_device(device: str | torch.device | None) -> torch.device:
