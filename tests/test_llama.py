@@ -484,3 +484,12 @@ def test_a_folder_of_another_family_is_refused(tiny_folder, tmp_path):
         LigerLlama.from_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="mamba"):
         from_pretrained(tmp_path)
+
+
+def test_what_will_disappoint_is_warned_of(tiny, ids):
+    with pytest.warns(UserWarning, match="max_position_embeddings is 32"):
+        tiny(ids)
+    with pytest.warns(UserWarning, match="no label is supervised"):
+        tiny(ids[:, :8], labels=torch.full_like(ids[:, :8], -100))
+    with pytest.warns(UserWarning, match="greedy"):
+        tiny.generate(ids[:, :8], max_new_tokens=1, top_p=0.9)
