@@ -247,8 +247,7 @@ class CausalLM(nn.Module):
     def run_layer(self, layer: nn.Module, x: torch.Tensor, context: Context) -> torch.Tensor:
         """One block, under activation checkpointing where that is asked for and a gradient is recorded."""
         if self.activation_memory == "block" and torch.is_grad_enabled() and context.cache is None:
-            rates = (self.config.attention_dropout, getattr(self.config, "resid_pdrop", 0.0))
-            random = self.training and max(rates) > 0
+            random = self.training and self.config.drops
             return checkpoint(layer, x, context, use_reentrant=False, preserve_rng_state=random)
         return layer(x, context)
 
@@ -268,12 +267,11 @@ class CausalLM(nn.Module):
         if first:
             self._ids_checked = True
         batch, length = input_ids.shape
+        past, device = 0, input_ids.device
         if cache is not None:
             check_cache(cache, self.config)
-        past = cache.length if cache is not None else 0
-        device = input_ids.device
-        if cache is not None:
             cache.check(batch, length)
+            past = cache.length
         if attention_mask is not None:
             check_mask(attention_mask, (batch, past + length))
         if cu_seqlens is not None:
@@ -283,12 +281,13 @@ class CausalLM(nn.Module):
             if not torch.compiler.is_compiling():  # it reads values
                 check_cu_seqlens(cu_seqlens, batch, length)
             cu_seqlens = cu_seqlens.to(device)
+        visible = visibility(batch, length, past, device, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
         largest = past + length
         if position_ids is not None:
             by_length = self.model.rotary_emb.depends_on_length
             largest = check_positions(position_ids, input_ids, attention_mask, cu_seqlens, cache, read_on_gpu=by_length)
         elif cu_seqlens is not None:
-            position_ids = document_positions(cu_seqlens, batch, length)
+            position_ids = document_positions(visible)
         else:
             position_ids = torch.arange(past, past + length, device=device)[None]
         trained = self.config.max_position_embeddings
@@ -298,7 +297,6 @@ class CausalLM(nn.Module):
                 stacklevel=3,
             )
         cos, sin = self.model.rotary_emb(position_ids, largest)
-        visible = visibility(batch, length, past, device, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
         return Context(cos, sin, visible, cache, position_ids, largest)
 
     def output(

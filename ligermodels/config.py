@@ -115,6 +115,11 @@ class Config:
         known = {k: copy.deepcopy(v) for k, v in raw.items() if k in names}
         return cls(**known, extra={k: copy.deepcopy(v) for k, v in raw.items() if k not in names})
 
+    @property
+    def drops(self) -> bool:
+        """Whether training draws random numbers in a block, so that running a block again must draw the same."""
+        return self.attention_dropout > 0
+
     @classmethod
     def translate(cls, raw: dict[str, Any]) -> dict[str, Any]:
         """Hook for families whose files come in other layouts too: their keys in this family's names."""

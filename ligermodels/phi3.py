@@ -67,6 +67,10 @@ class Phi3Config(Config):
             raise ConfigError(f"rope_type {self.rope['rope_type']!r}: Phi-3 knows 'default' and 'longrope'")
         self.partial_rotary_factor = self.rope["partial_rotary_factor"]
 
+    @property
+    def drops(self) -> bool:
+        return super().drops or self.resid_pdrop > 0
+
     @classmethod
     def translate(cls, raw: dict[str, Any]) -> dict[str, Any]:
         """LongRoPE under the name "yarn", which only Phi-3 files give it, becomes "longrope"."""

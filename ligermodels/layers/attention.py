@@ -120,11 +120,11 @@ def document_index(cu_seqlens: torch.Tensor, batch: int, length: int) -> torch.T
     return torch.searchsorted(cu_seqlens, positions, right=True).view(batch, length)
 
 
-def document_positions(cu_seqlens: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    """(B, S): each position counted from the start of its document."""
-    cu_seqlens = _with_row_starts(cu_seqlens, batch, length)
-    starts = cu_seqlens[(document_index(cu_seqlens, batch, length) - 1).long()]
-    return torch.arange(batch * length, device=cu_seqlens.device).view(batch, length) - starts
+def document_positions(visible: Visibility) -> torch.Tensor:
+    """(B, S): each position of packed rows counted from the start of its document."""
+    document = visible.document
+    starts = visible.cu_seqlens[(document - 1).long()]
+    return torch.arange(document.numel(), device=document.device).view_as(document) - starts
 
 
 def attention(
@@ -164,7 +164,7 @@ def attention(
         k, v = k[:, -reach:], v[:, -reach:]
         mask = None if mask is None else mask[..., -reach:]
     if softcap is not None:
-        return _capped(q, k, v, mask, visible, scale, softcap, dropout)
+        return _capped(q, k, v, mask, scale, softcap, dropout)
     return _sdpa(q, k, v, mask, visible.past, scale, dropout)
 
 
@@ -198,13 +198,12 @@ def _capped(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    visible: Visibility,
     scale: float,
     softcap: float,
     dropout: float,
 ) -> torch.Tensor:
     """Plain arithmetic with the scores in full, for short sequences, decoding and the CPU."""
-    if mask is None and visible.length > 1:
+    if mask is None and q.shape[1] > 1:
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
     q = rearrange(q, "b s (k g) d -> b k g s d", k=k.shape[2])
     k, v = (rearrange(x, "b t k d -> b k 1 t d") for x in (k, v))

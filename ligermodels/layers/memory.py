@@ -42,7 +42,6 @@ class recompute:
             self._active = top is None or self._outer is not None
         if self._active:
             self._storage = _address(self._h)
-            self._shape, self._dtype = self._h.shape, self._h.dtype
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, recompute._unpack)
             self._hooks.__enter__()
         return self
@@ -54,7 +53,7 @@ class recompute:
 
     def _pack(self, t: torch.Tensor) -> Any:
         plain = type(t) is torch.Tensor  # a compiler that traces in here (FlexAttention's) saves tensors without data
-        if plain and t.device == self._h.device and t.dtype == self._dtype and _address(t) == self._storage:
+        if plain and t.device == self._h.device and t.dtype == self._h.dtype and _address(t) == self._storage:
             self._saved += 1
             return self, t.size(), t.stride(), t.storage_offset() - self._h.storage_offset()
         # Hooks do not nest by themselves: only the innermost pair is called. Nor does torch itself notice, under hooks,
