@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ligermodels.base import CausalLM, CausalLMOutput, Context
+from ligermodels.base import CausalLM, CausalLMOutput
 from ligermodels.config import Config
 from ligermodels.errors import ConfigError
 from ligermodels.kernels import geglu
@@ -22,7 +22,7 @@ from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.memory import recompute
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.rotary import RotaryEmbedding
-from ligermodels.llama import LlamaAttention
+from ligermodels.llama import LlamaBlock
 
 
 @dataclass
@@ -95,22 +95,15 @@ class GemmaMLP(nn.Module):
             return self.down_proj(product)
 
 
-class GemmaBlock(nn.Module):
+class GemmaBlock(LlamaBlock):
+    """Llama's wiring with Gemma's norms and MLP."""
+
+    mlp_class = GemmaMLP
+
     def __init__(self, config: GemmaConfig, layer: int):
-        super().__init__()
-        self.self_attn = LlamaAttention(config, layer)
-        self.mlp = GemmaMLP(config)
+        super().__init__(config, layer)
         self.input_layernorm = gemma_norm(config)
         self.post_attention_layernorm = gemma_norm(config)
-        self.recompute = True
-
-    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        h = self.input_layernorm(x)
-        with recompute(h, lambda: self.input_layernorm(x), enabled=self.recompute):
-            attended = self.self_attn(h, context)
-        h, residual = self.post_attention_layernorm(attended, x)  # residual = x + attended, in the same pass
-        with recompute(h, lambda: self.post_attention_layernorm(residual), enabled=self.recompute):
-            return residual + self.mlp(h)
 
 
 class LigerGemma(CausalLM):
