@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import TINY, scaled_hf_llama
+from family_checks import scaled_hf
+from tiny import TINY
 
 torch.set_num_threads(1)  # tiny tensors: threads only cost, and pytest-xdist runs several workers
 
@@ -13,7 +14,7 @@ torch.set_num_threads(1)  # tiny tensors: threads only cost, and pytest-xdist ru
 def tiny_folder(tmp_path_factory):
     """A folder that transformers wrote, of the tiny Llama."""
     folder = tmp_path_factory.mktemp("tiny_llama")
-    scaled_hf_llama(TINY).save_pretrained(folder)
+    scaled_hf(TINY).save_pretrained(folder)
     return folder
 
 

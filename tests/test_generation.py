@@ -396,11 +396,12 @@ def test_unusable_logits_of_a_row_that_has_ended_do_not_matter():
 @pytest.fixture(scope="module")
 def pair():
     """(transformers' tiny Llama, ours with the same weights)."""
-    from tiny import TINY, scaled_hf_llama
+    from family_checks import scaled_hf
+    from tiny import TINY
 
     from ligermodels import LigerLlama, LlamaConfig
 
-    hf = scaled_hf_llama(TINY)
+    hf = scaled_hf(TINY)
     ours = LigerLlama(LlamaConfig.from_hf(TINY))
     ours.load_state_dict(hf.state_dict())
     return hf, ours

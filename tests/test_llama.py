@@ -6,11 +6,18 @@ import copy
 import json
 import shutil
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
-from tiny import TINY, scaled_hf_llama
+from family_checks import (
+    check_bf16,
+    check_logits_loss_gradients,
+    check_parameter_count,
+    make_pair,
+    published,
+    relative,
+)
+from tiny import TINY
 
 from ligermodels import ConfigError, LigerError, LigerLlama, LlamaConfig, from_pretrained
 from ligermodels.config import Config
@@ -53,10 +60,7 @@ def pair(request, tmp_path):
     """(transformers' model, ours), from one folder that transformers wrote and whose config.json is as published."""
     config = {**TINY, **VARIANTS[request.param]}
     config = {k: v for k, v in config.items() if v is not None or k == "pad_token_id"}
-    hf = scaled_hf_llama(copy.deepcopy(config))
-    hf.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return hf, LigerLlama.from_pretrained(tmp_path)
+    return make_pair(config, tmp_path)
 
 
 class OtherConfig(Config):
@@ -64,24 +68,8 @@ class OtherConfig(Config):
     architecture = "OtherForCausalLM"
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm().clamp(min=1e-12))
-
-
 def test_logits_loss_and_all_gradients_equal_transformers(pair, ids):
-    hf, ours = pair
-    expected = hf(input_ids=ids, labels=ids)
-    expected.loss.backward()
-    with torch.no_grad():
-        assert (ours(ids).logits - expected.logits).abs().max() <= 2e-4
-    loss = ours(ids, labels=ids).loss
-    loss.backward()
-    assert abs(loss - expected.loss) <= 1e-5
-    gradients = {name: p.grad for name, p in hf.named_parameters()}
-    ours_gradients = {name: p.grad for name, p in ours.named_parameters()}
-    assert ours_gradients.keys() == gradients.keys()
-    errors = {name: relative(ours_gradients[name], g) for name, g in gradients.items()}
-    assert max(errors.values()) <= 2e-5, errors
+    check_logits_loss_gradients(*pair, ids)
 
 
 def test_greedy_generation_with_cache_equals_transformers(pair, ids):
@@ -325,27 +313,15 @@ def test_casting_the_model_leaves_rope_in_fp32(tiny):
 
 
 def test_bf16_is_as_close_to_the_truth_as_transformers_bf16(tiny_folder, ids):
-    from transformers import AutoModelForCausalLM
-
-    hf = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.bfloat16)
-    ours = LigerLlama.from_pretrained(tiny_folder, dtype="bfloat16")
-    truth = copy.deepcopy(hf).float()
-    with torch.no_grad():
-        reference = truth(ids).logits
-        theirs = (hf(ids).logits - reference).square().mean().sqrt()
-        own = (ours(ids).logits - reference).square().mean().sqrt()
-    assert own <= 1.25 * theirs
+    check_bf16(tiny_folder, ids)
 
 
-FACTS = Path(__file__).parent / "published_configs.json"
-PUBLISHED = {n: e for n, e in json.loads(FACTS.read_text()).items() if e["config"]["model_type"] == "llama"}
+PUBLISHED = published("llama")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_checkpoints_have_their_parameter_count(name):
-    with torch.device("meta"):
-        model = LigerLlama(LlamaConfig.from_hf(PUBLISHED[name]["config"]))
-    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name]["parameters"]
+    check_parameter_count(LigerLlama, PUBLISHED[name])
 
 
 @pytest.mark.parametrize(

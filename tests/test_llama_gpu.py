@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tiny import TINY, scaled_hf_llama
+from family_checks import scaled_hf
+from tiny import TINY
 
 from ligermodels import LigerLlama, LlamaConfig
 
@@ -22,7 +23,7 @@ MEDIUM = {**TINY, "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 6
 def pair(tmp_path_factory):
     """(transformers' model on CUDA in fp32, the folder it was saved to)."""
     folder = tmp_path_factory.mktemp("medium")
-    hf = scaled_hf_llama(MEDIUM)
+    hf = scaled_hf(MEDIUM)
     with torch.no_grad():
         for name, p in hf.named_parameters():
             if "norm" not in name:

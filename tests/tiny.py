@@ -1,8 +1,4 @@
-"""A tiny Llama that catches layout mistakes, and the same model in transformers."""
-
-from __future__ import annotations
-
-import torch
+"""The config of a tiny Llama that catches layout mistakes."""
 
 # A·D ≠ H, several layers, rows longer than max_position_embeddings: the usual two layers of std 0.02 hide most faults.
 TINY = {
@@ -26,15 +22,3 @@ TINY = {
     "pad_token_id": None,
     "torch_dtype": "float32",
 }
-
-
-def scaled_hf_llama(config: dict, seed: int = 0):
-    """transformers' model with weights that make faults visible: normal·0.25, norms around 1, biases not 0."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(LlamaConfig(**config)).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.25 + (1.0 if "norm" in name else 0.0))
-    return model
