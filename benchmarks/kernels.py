@@ -4,7 +4,7 @@
     python benchmarks/kernels.py --only linear_cross_entropy --out result.json
     python benchmarks/kernels.py --quick                  # small shapes, few repetitions: does it all work?
     python benchmarks/kernels.py --tokens                 # linear_cross_entropy over 256 ... 131072 tokens, 150 s
-    python benchmarks/kernels.py --sweep                  # rms_norm, rope, swiglu over widths and tokens, 150 s
+    python benchmarks/kernels.py --sweep                  # all but the linear loss over widths and tokens, 4 minutes
     python benchmarks/kernels.py --tune                   # the losses' launch shapes and chunks, with their memory
 
 Times are medians between CUDA events, of forward without gradients and of forward + backward. Before each repetition
@@ -98,7 +98,7 @@ def median_ms(run: Callable, quick: bool = False, repetitions: int | None = None
         run()
         sync()
         guess = (time.perf_counter() - started) * 1e3
-        repetitions = 3 if quick else max(5, min(40, int(400 / max(guess, 0.01))))
+        repetitions = 3 if quick else max(5, min(40, int(200 / max(guess, 0.01))))
     if DEVICE != "cuda":
         times = []
         for _ in range(repetitions):
@@ -110,7 +110,7 @@ def median_ms(run: Callable, quick: bool = False, repetitions: int | None = None
         _flush = torch.empty(256 * 2**20, dtype=torch.uint8, device=DEVICE)
     events = []
     for _ in range(repetitions):
-        torch.cuda._sleep(1_000_000)  # about 0.5 ms: the host runs ahead
+        torch.cuda._sleep(4_000_000)  # about 2 ms: the host runs ahead, however slow (0.5 ms was not always enough)
         _flush.zero_()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -611,10 +611,14 @@ def main() -> None:
     cli.add_argument("--tokens", action="store_true", help="linear_cross_entropy over the number of tokens instead")
     cli.add_argument("--tune", action="store_true", help="sweep the losses' launch shapes and chunks instead")
     cli.add_argument("--sweep", action="store_true", help="norm, rope, swiglu over widths and tokens: ratios only")
+    cli.add_argument("--warm", help="I/N: only compile every N-th case of the sweep from I on, for N runs side by side")
     cli.add_argument("--out", type=Path, help="JSON file for the rows")
     args = cli.parse_args()
     if DEVICE != "cuda" and not args.quick:
         sys.exit("benchmarks/kernels.py: no CUDA device; --quick runs small shapes on the CPU")
+    if args.warm:
+        elementwise().warm(args.quick, *map(int, args.warm.split("/")))
+        return
     limits = ceilings(args.quick)
     report = {"benchmark": "kernels", "environment": environment(), "ceilings": limits, "rows": []}
     print(f"{report['environment']['device']}: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s, products "

@@ -133,21 +133,33 @@ def _columns(start, col_stride, BLOCK: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
+def _load(row, start, end, col_stride, BLOCK: tl.constexpr, UNIT: tl.constexpr, KEEP: tl.constexpr):
+    """Logits of the columns from ``start``, in their dtype. Both ends are multiples of BLOCK: all are there, or none.
+
+    The loops over a row read a block ahead: otherwise its latency and its arithmetic would add up.
+    """
+    _, offsets = _columns(start, col_stride, BLOCK, UNIT)
+    if KEEP:  # the row is read again soon
+        return tl.load(row + offsets, mask=start < end, other=0.0, eviction_policy="evict_last")
+    else:
+        return tl.load(row + offsets, mask=start < end, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
 def _accumulate(
-    m, s, dot, best, row, col_stride, start, width, weight, softcap, heat,
+    x, m, s, dot, best, row, col_stride, start, width, weight, softcap, heat,
     BLOCK: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr,
     SHAPE: tl.constexpr, SMOOTH: tl.constexpr, WEIGHT: tl.constexpr, ARGMAX: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     cols, offsets = _columns(start, col_stride, BLOCK, UNIT)
     if TAIL:
         keep = cols < width
-        x = tl.load(row + offsets, mask=keep, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        z, _ = _shaped(x, softcap, heat, SHAPE)
+        x = tl.load(row + offsets, mask=keep, other=0.0, eviction_policy="evict_last")
+        z, _ = _shaped(x.to(tl.float32), softcap, heat, SHAPE)
         term = tl.where(keep, z, 0.0)
         z = tl.where(keep, z, float("-inf"))
     else:
-        x = tl.load(row + offsets, eviction_policy="evict_last").to(tl.float32)
-        z, _ = _shaped(x, softcap, heat, SHAPE)
+        z, _ = _shaped(x.to(tl.float32), softcap, heat, SHAPE)
         term = z
     grouped = tl.reshape(z, (BLOCK // 8, 8))
     if ARGMAX:
@@ -182,14 +194,17 @@ def _statistics(
     dot = tl.zeros((LANES,), tl.float32)
     best = tl.zeros((LANES,), tl.int32)
     whole = width // BLOCK * BLOCK
+    x = _load(row, 0, whole, col_stride, BLOCK, UNIT, True)
     for start in range(0, whole, BLOCK):
+        ahead = _load(row, start + BLOCK, whole, col_stride, BLOCK, UNIT, True)
         m, s, dot, best = _accumulate(
-            m, s, dot, best, row, col_stride, start, width, weight, softcap, heat,
+            x, m, s, dot, best, row, col_stride, start, width, weight, softcap, heat,
             BLOCK, UNIT, False, SHAPE, SMOOTH, WEIGHT, ARGMAX, ENTROPY,
         )  # fmt: skip
+        x = ahead
     if whole < width:
         m, s, dot, best = _accumulate(
-            m, s, dot, best, row, col_stride, whole, width, weight, softcap, heat,
+            x, m, s, dot, best, row, col_stride, whole, width, weight, softcap, heat,
             BLOCK, UNIT, True, SHAPE, SMOOTH, WEIGHT, ARGMAX, ENTROPY,
         )  # fmt: skip
     top = tl.max(m, 0)
@@ -223,19 +238,17 @@ def _row_loss(m, s, dot, z_t, w_t, valid, known, ce, zs, weight_sum, smoothing, 
 
 @triton.jit
 def _write_gradient(
-    row, col_stride, out, width, weight, softcap, heat, m, inverse, slope_p, slope_z, slope_all, slope_t, t,
+    x, row, col_stride, out, width, weight, softcap, heat, m, slope_p, slope_z, slope_all, slope_t, t,
     start, BLOCK: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr,
     SHAPE: tl.constexpr, SMOOTH: tl.constexpr, WEIGHT: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     cols, offsets = _columns(start, col_stride, BLOCK, UNIT)
     if TAIL:
-        x = tl.load(row + offsets, mask=cols < width, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    else:
-        x = tl.load(row + offsets, eviction_policy="evict_first").to(tl.float32)
-    z, slope = _shaped(x, softcap, heat, SHAPE)
+        x = tl.load(row + offsets, mask=cols < width, other=0.0, eviction_policy="evict_first")
+    z, slope = _shaped(x.to(tl.float32), softcap, heat, SHAPE)
     if ENTROPY:
         slope_p += slope_z * tl.maximum(z - m, -1e4)
-    g = slope_p * (tl.exp(z - m) * inverse)
+    g = slope_p * tl.exp(z - m)
     if SMOOTH:
         if WEIGHT:
             g -= slope_all * tl.load(weight + cols, mask=cols < width, other=0.0)
@@ -265,19 +278,23 @@ def _gradient(
         slope_p += zs * 2.0 * z_loss * (m + tl.log(s))
         if ENTROPY:  # the entropy is log(s) - dot / s; its gradient -p * (z - m - dot / s)
             slope_p += entropy * dot * inverse
-        slope_p = tl.where(known, slope_p, float("nan"))
+        slope_p = tl.where(known, slope_p, float("nan")) * inverse
         slope_all = ce * smoothing / classes
         slope_t = ce * (1.0 - smoothing) * w_t
-        slope_z = -entropy
+        slope_z = -entropy * inverse
         local = (t - first).to(tl.int32)
+        x = _load(row, 0, whole, col_stride, BLOCK, UNIT, False)
         for start in range(0, whole, BLOCK):
+            # in place, too: the block ahead is read before its own gradient is written, and by the same threads
+            ahead = _load(row, start + BLOCK, whole, col_stride, BLOCK, UNIT, False)
             _write_gradient(
-                row, col_stride, out, width, weight, softcap, heat, m, inverse, slope_p, slope_z, slope_all,
+                x, row, col_stride, out, width, weight, softcap, heat, m, slope_p, slope_z, slope_all,
                 slope_t, local, start, BLOCK, UNIT, False, SHAPE, SMOOTH, WEIGHT, ENTROPY,
             )  # fmt: skip
+            x = ahead
         if whole < width:
             _write_gradient(
-                row, col_stride, out, width, weight, softcap, heat, m, inverse, slope_p, slope_z, slope_all,
+                x, row, col_stride, out, width, weight, softcap, heat, m, slope_p, slope_z, slope_all,
                 slope_t, local, whole, BLOCK, UNIT, True, SHAPE, SMOOTH, WEIGHT, ENTROPY,
             )  # fmt: skip
     else:
@@ -561,14 +578,19 @@ def row_backward(
 
 
 def row_fused(
-    logits, target, weight, scales: Scales, terms: Terms, loss, upstream=None, extras: Extras | None = None
-) -> None:
-    """Fill ``loss`` (N), ``extras``, and turn ``logits`` (N, V; inner stride 1, in place) into their gradient."""
+    logits, target, weight, scales: Scales, terms: Terms, loss, upstream=None, extras: Extras | None = None,
+    programs: int = 0,
+) -> None:  # fmt: skip
+    """Fill ``loss`` (N), ``extras``, and turn ``logits`` (N, V; inner stride 1, in place) into their gradient.
+
+    ``programs`` bounds how many multiprocessors this takes (0: all, and as many rows at once as the L2 cache holds).
+    """
     n, width = logits.shape
     if n == 0:
         return
     if use_triton(logits):
-        programs, launch = fused_launch(n, width * logits.element_size(), multiprocessors(logits.device))
+        processors = programs or multiprocessors(logits.device)
+        programs, launch = fused_launch(n, width * logits.element_size(), processors)
         with on_device_of(logits):
             _fused_kernel[(programs,)](
                 logits, logits.stride(0), n, width, target, loss if weight is None else weight, *scales, loss,
