@@ -6,6 +6,7 @@ CUDA tensors take the Triton kernels, everything else the references; names and 
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.embedding import embedding
 from ligermodels.kernels.glu import geglu, swiglu, swiglu_packed
+from ligermodels.kernels.layer_norm import layer_norm
 from ligermodels.kernels.linear_cross_entropy import LossOutput, linear_cross_entropy, linear_logprob
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
@@ -17,6 +18,7 @@ __all__ = [
     "cross_entropy",
     "embedding",
     "geglu",
+    "layer_norm",
     "linear_cross_entropy",
     "linear_logprob",
     "qk_norm_rope",
