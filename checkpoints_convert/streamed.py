@@ -1,0 +1,332 @@
+"""A model on its way from one layout to another: config and tensors in Hugging Face's terms, made one at a time.
+
+Every reader of a layout gives a ``Source``, every writer takes one, so that n readers and m writers make n·m
+conversions. Writers work in a folder beside their target and move the result there at the very end; what an interrupted
+run left in it is used again where it is proved to be what this run would write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ligermodels.checkpoints_convert.hf import (
+    _DTYPE_NAMES,
+    CONFIG,
+    INDEX,
+    Checkpoint,
+    _listed,
+    _parse_size,
+    _plan_shards,
+    _read_header,
+    _read_json,
+    _to_json,
+    _write_bytes,
+    _write_safetensors,
+    open_checkpoint,
+)
+from ligermodels.errors import CheckpointError
+
+__all__ = ["Source", "WorkFolder", "expect_shapes", "from_checkpoint", "open_hf", "write_hf", "write_shards"]
+
+# What goes with the weights, byte for byte, between layouts that share a tokenizer.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt", "tekken.json", "tokenizer.model.v3",
+    "tokenization_chatglm.py",
+)  # fmt: skip
+GENERATION = "generation_config.json"
+_PLAN = "plan.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """``tensors``: Hugging Face name → shape and dtype (a meta tensor). ``make(name)`` reads that one, on the CPU.
+
+    ``config`` is a Hugging Face config.json with every key present that the family's arithmetic needs. ``files`` are
+    copied along: name → path of a file, or the content of a JSON file.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    make: Callable[[str], torch.Tensor]
+    files: dict[str, Path | dict] = field(default_factory=dict)
+
+    def cast(self, dtype: torch.dtype | None) -> Source:
+        """The same weights rounded to ``dtype``; None keeps each tensor's own. Overflow is an error."""
+        if dtype is None:
+            first = next(t.dtype for t in self.tensors.values())
+            return replace(self, config=_with_dtype(self.config, first))
+        make = self.make
+
+        def rounded(name: str) -> torch.Tensor:
+            return to_dtype(make(name), dtype, f"{self.path}: tensor {name}")
+
+        tensors = {name: torch.empty(t.shape, dtype=dtype, device="meta") for name, t in self.tensors.items()}
+        return replace(self, config=_with_dtype(self.config, dtype), tensors=tensors, make=rounded)
+
+
+def to_dtype(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
+    """``tensor`` rounded to ``dtype``. Raises CheckpointError where a finite number would become infinite."""
+    out = tensor.to(dtype)
+    narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+    if narrower and not torch.isfinite(out).all() and torch.isfinite(tensor).all():
+        raise CheckpointError(f"{what} holds numbers up to {tensor.abs().max().item():g}, too large for {dtype}")
+    return out
+
+
+def _with_dtype(config: dict, dtype: torch.dtype) -> dict:
+    name = str(dtype).removeprefix("torch.")
+    return config | {"dtype": name, "torch_dtype": name}
+
+
+def expect_shapes(path: Path, found: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]], what: str) -> None:
+    """Raise CheckpointError unless ``found`` (name → something with a shape) has exactly the ``expected`` shapes."""
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise CheckpointError(f"{path} lacks the tensors {_listed(missing)}")
+    unknown = [name for name in found if name not in expected]
+    if unknown:
+        raise CheckpointError(f"{path} holds tensors that {what} has not: {_listed(unknown)}")
+    for name, shape in expected.items():
+        if tuple(found[name].shape) != tuple(shape):
+            raise CheckpointError(f"{path}: tensor {name} is {list(found[name].shape)}, expected {list(shape)}")
+
+
+def from_checkpoint(checkpoint: Checkpoint, config: dict, files: Mapping[str, Path | dict]) -> Source:
+    """A checked checkpoint, as it is, as a source."""
+    tensors = {
+        name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in checkpoint.tensors.items()
+    }
+    return Source(checkpoint.folder, config, tensors, checkpoint.read, dict(files))
+
+
+def open_hf(folder: Path, config: dict) -> Source:
+    """A folder of Hugging Face layout with its complete ``config``. Raises as ``open_checkpoint`` does."""
+    return from_checkpoint(open_checkpoint(folder), config, companions(folder, (*TOKENIZER_FILES, GENERATION)))
+
+
+def companions(folder: Path, names: Iterable[str] = TOKENIZER_FILES) -> dict[str, Path]:
+    """Those files among ``names`` that ``folder`` has."""
+    return {name: folder / name for name in names if (folder / name).is_file()}
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+class WorkFolder:
+    """The folder beside ``target`` (``target``.partial) in which it grows, and its move into place.
+
+    >>> with WorkFolder(target, names, plan, marker="config.json", force=False) as work:
+    ...     write(work.path / "config.json")  # and all other ``names``
+
+    ``names`` are the files that the target will hold; None if it is one file itself. ``marker`` is the file without
+    which it does not load. ``own`` are files of an earlier model of this layout in the target. ``plan`` is anything
+    that JSON can write and that differs between runs that write different bytes: what an interrupted run of the same
+    plan left is kept, that of another is removed. An error leaves the folder for the next run.
+
+    Raises CheckpointError if the target (one of its names, in an existing folder) is there and ``force`` is not given.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        names: Iterable[str] | None,
+        plan: object,
+        *,
+        marker: str = "",
+        own: Iterable[str] = (),
+        force: bool = False,
+    ) -> None:
+        self.target, self.names, self.force = target, None if names is None else list(names), force
+        self.marker, self.own = marker, set(own)
+        self.path = target.with_name(target.name + ".partial")
+        self.plan = hashlib.sha256(json.dumps(plan, sort_keys=True, default=str).encode()).hexdigest()
+        self._check()
+
+    def _check(self) -> None:
+        target, how = self.target, "choose another name, or pass force (--force)"
+        if self.names is None:
+            if target.is_dir():
+                raise CheckpointError(f"{target} is a folder: give the file to write")
+            if target.exists() and not self.force:
+                raise CheckpointError(f"{target} already exists: {how}")
+        elif target.exists() and not target.is_dir():
+            raise CheckpointError(f"{target} is a file: give the folder to write")
+        elif target.is_dir() and not self.force:
+            taken = sorted(name for name in {*self.names, *self.own} if (target / name).exists())
+            if taken:
+                raise CheckpointError(f"{target} already holds {taken[0]}: {how}")
+
+    def __enter__(self) -> WorkFolder:
+        try:
+            plan = self.path / _PLAN
+            if self.path.exists() and not (plan.is_file() and plan.read_text(errors="replace") == self.plan):
+                if not plan.is_file() and any(self.path.iterdir()):
+                    raise CheckpointError(f"{self.path} is in the way, and it is not ours: move it away")
+                shutil.rmtree(self.path)
+            self.path.mkdir(parents=True, exist_ok=True)
+            plan.write_text(self.plan)
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {self.path}: {error}") from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise CheckpointError(f"could not write {self.path}: {error}") from error
+        if error is None:
+            try:
+                self._finish()
+            except OSError as failed:
+                raise CheckpointError(f"could not move {self.path} to {self.target}: {failed}") from failed
+
+    def _finish(self) -> None:
+        """Only names change here. Without its marker a folder does not load, so that one goes first and comes last."""
+        self._check()
+        if self.names is None:
+            os.replace(self.path / self.target.name, self.target)
+        elif not self.target.exists() or not any(self.target.iterdir()):
+            for stray in {path.name for path in self.path.iterdir()} - set(self.names):
+                (self.path / stray).unlink()
+            if self.target.exists():
+                self.target.rmdir()
+            os.replace(self.path, self.target)
+            return
+        else:
+            (self.target / self.marker).unlink(missing_ok=True)
+            for name in self.own - set(self.names):
+                (self.target / name).unlink(missing_ok=True)
+            for name in sorted(self.names, key=lambda name: name == self.marker):
+                os.replace(self.path / name, self.target / name)
+        shutil.rmtree(self.path)
+
+
+def own_shards(folder: Path, stem: str) -> set[str]:
+    """Weight files of an earlier model in ``folder``: ``stem``.safetensors, its index, and the shards that it names."""
+    own = {f"{stem}.safetensors", f"{stem}.safetensors.index.json"}
+    try:
+        named = read_json(folder / f"{stem}.safetensors.index.json").get("weight_map") or {}
+        named = {str(file) for file in named.values()} if isinstance(named, dict) else set()
+    except CheckpointError:
+        named = set()  # an index that cannot be read names nothing that may be deleted
+    return own | {file for file in named if re.fullmatch(rf"{stem}-\d{{5}}-of-\d{{5}}\.safetensors", file)}
+
+
+def write_hf(
+    source: Source, target: Path, *, max_shard_size: int | str = "5GB", force: bool = False, plan: object = None
+) -> Path:
+    """Write a folder of Hugging Face layout: weights, index, config.json and the source's files. Returns it.
+
+    At most one tensor is held at a time. Raises CheckpointError for a target that is taken, and as the source's
+    ``make`` does.
+    """
+    text = _to_json(source.config, CONFIG)
+    return write_shards(source, target, "model", (CONFIG, text), max_shard_size=max_shard_size, force=force, plan=plan)
+
+
+def write_shards(
+    source: Source,
+    target: Path,
+    stem: str,
+    config: tuple[str, bytes],
+    *,
+    max_shard_size: int | str = "5GB",
+    force: bool = False,
+    plan: object = None,
+) -> Path:
+    """Write ``source.tensors`` as ``stem``.safetensors, or above ``max_shard_size`` as numbered shards with an index.
+
+    ``config`` (name, content) and the source's files go beside them. ``plan`` tells this run from one on other input.
+    """
+    shards = {
+        name.replace("model", stem, 1): tensors
+        for name, tensors in _plan_shards(source.tensors, _parse_size(max_shard_size)).items()
+    }
+    texts = dict([config])
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(t.numel() * t.element_size() for t in source.tensors.values())},
+            "weight_map": {name: file for file, names in shards.items() for name in names},
+        }
+        texts[f"{stem}.safetensors.index.json"] = _to_json(index, INDEX)
+    for name, content in source.files.items():
+        if isinstance(content, dict):
+            texts[name] = _to_json(content, name)
+    copies = {name: path for name, path in source.files.items() if isinstance(path, Path) and name not in texts}
+    layout = {name: [str(t.dtype), list(t.shape)] for name, t in source.tensors.items()}
+    work = WorkFolder(
+        target,
+        [*shards, *texts, *copies],
+        [plan, layout, list(shards)],
+        marker=config[0],
+        own=own_shards(target, stem),
+        force=force,
+    )
+    with work, progress(source.tensors, target) as bar:
+        for file, names in shards.items():
+            wanted = {name: source.tensors[name] for name in names}
+            if _is_finished(work.path / file, wanted):
+                for name in names:
+                    bar.update(_nbytes(wanted[name]))
+                continue
+
+            def make(name: str) -> torch.Tensor:
+                tensor = source.make(name)
+                bar.update(_nbytes(tensor))
+                return tensor
+
+            unfinished = work.path / (file + ".tmp")
+            _write_safetensors(unfinished, wanted, make)
+            os.replace(unfinished, work.path / file)
+        for name, text in texts.items():
+            _write_bytes(work.path / name, text)
+        for name, path in copies.items():
+            shutil.copyfile(path, work.path / name)
+    return target
+
+
+def progress(tensors: Mapping[str, torch.Tensor], target: Path) -> Any:
+    """A bar in bytes, shown on a terminal only."""
+    from tqdm import tqdm
+
+    total = sum(map(_nbytes, tensors.values()))
+    return tqdm(total=total, desc=f"writing {target.name}", unit="B", unit_scale=True, disable=None)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_finished(path: Path, wanted: Mapping[str, torch.Tensor]) -> bool:
+    """Whether an earlier run finished this shard: a sound file of the right size that holds just these tensors."""
+    if not path.is_file():
+        return False
+    try:
+        header = _read_header(path)
+    except CheckpointError:
+        return False
+    found = {name: (kind, shape) for name, (kind, shape, *_) in header.items()}
+    return found == {name: (_DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in wanted.items()}
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object. Raises CheckpointError naming the file."""
+    return _read_json(path, CheckpointError)
+
+
+def fingerprint(*paths: Path) -> list:
+    """What tells a source from another, or from itself after a change: names, sizes and times of its files."""
+    files = sorted(
+        file for path in paths for file in ([path] if path.is_file() else path.iterdir()) if file.is_file()
+    )  # fmt: skip
+    return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
