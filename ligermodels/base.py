@@ -60,6 +60,7 @@ class CausalLM(nn.Module):
     """
 
     config_class: ClassVar[type[Config]]
+    text_prefix: ClassVar[str] = ""  # before the names of head and embedding, where the text model is a part only
     model: nn.ModuleDict
     lm_head: nn.Linear
 
@@ -124,7 +125,7 @@ class CausalLM(nn.Module):
         device = _resolve_device(device)
         with torch.device("meta"):
             model = cls(config)
-        if config.tie_word_embeddings and _tied_head_differs(weights):
+        if config.tie_word_embeddings and _tied_head_differs(weights, cls.text_prefix):
             warnings.warn(
                 f"{folder}: tie_word_embeddings is true but lm_head.weight differs from the embedding; both are loaded",
                 stacklevel=2,
@@ -144,7 +145,7 @@ class CausalLM(nn.Module):
     def _load(self, weights: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         """Fill this meta model. All names and shapes are checked before the first byte is allocated."""
         expected = {name: tuple(p.shape) for name, p in self.named_parameters()}
-        tied = ("lm_head.weight",) if self.config.tie_word_embeddings else ()
+        tied = (f"{self.text_prefix}lm_head.weight",) if self.config.tie_word_embeddings else ()
         check_names(weights, expected, optional=tied, model_type=self.config.model_type)
         for name, tensor in weights.stream(expected, dtype=dtype, device=device):
             module, _, leaf = name.rpartition(".")
@@ -202,7 +203,7 @@ class CausalLM(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's, but a tied head may be absent, and stays tied when tensors are assigned."""
         tied = self._is_tied()
-        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        head, embedding = (self.text_prefix + name for name in ("lm_head.weight", "model.embed_tokens.weight"))
         if tied and head not in state_dict and embedding in state_dict:
             state_dict = {**state_dict, head: state_dict[embedding]}
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -408,9 +409,9 @@ def _resolve_device(device: str | torch.device | None) -> torch.device:
     return found
 
 
-def _tied_head_differs(weights: Checkpoint) -> bool:
+def _tied_head_differs(weights: Checkpoint, prefix: str) -> bool:
     """Whether the file also holds a head, and it is not the embedding."""
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    head, embedding = f"{prefix}lm_head.weight", f"{prefix}model.embed_tokens.weight"
     if head not in weights.tensors or embedding not in weights.tensors:
         return False
     if weights.tensors[head].shape != weights.tensors[embedding].shape:

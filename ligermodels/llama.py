@@ -146,6 +146,7 @@ class LigerLlama(CausalLM):
         cache: KVCache | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: int | torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
     ) -> CausalLMOutput:
         """Next-token logits and, with ``labels``, the loss.
 
@@ -153,13 +154,14 @@ class LigerLlama(CausalLM):
         position_ids (B or 1, S), by default counted from the cache's length (or each document's start); cu_seqlens
         int32 (documents + 1,) packs documents in the row(s): bounds over the B·S positions, neither attention nor loss
         crosses them. ``cache`` from ``make_cache`` is appended to. The loss is the mean over supervised tokens, or
-        their sum over ``num_items_in_batch`` (for gradient accumulation).
+        their sum over ``num_items_in_batch`` (for gradient accumulation). ``inputs_embeds`` (B, S, H) takes the place
+        of the ids' embeddings (multimodal models put images there); the ids are then only checked.
 
         logits (B, S, V), or of the last ``logits_to_keep`` positions. With labels they are left out while a gradient is
         recorded or the model trains, unless ``logits_to_keep`` asks for some. Raises LigerError for unfit inputs.
         """
         context = self.prepare(input_ids, attention_mask, position_ids, cu_seqlens, cache)
-        x = self.model.embed_tokens(input_ids)  # (B, S) -> (B, S, H)
+        x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds  # (B, S) -> (B, S, H)
         for layer in self.model.layers:
             x = self.run_layer(layer, x, context)
         if cache is not None:

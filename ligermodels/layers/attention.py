@@ -31,7 +31,8 @@ class Visibility:
 
     Query i of ``length`` stands at position ``past`` + i and sees the keys 0 … past + i; in a sliding window only the
     last ``window`` of these (itself included), in a packed row only those of its document, in a padded row only those
-    to keep. It always sees itself, also where it is padding: no softmax runs over nothing.
+    to keep. It always sees itself, also where it is padding: no softmax runs over nothing. Where ``image`` is given,
+    the positions of one image also see each other forwards; windows, documents and padding hold for them as well.
     """
 
     length: int
@@ -40,11 +41,12 @@ class Visibility:
     keep: torch.Tensor | None = None  # bool (B, past + S)
     cu_seqlens: torch.Tensor | None = None  # int32, bounds over the B·S positions, every row start among them
     document: torch.Tensor | None = None  # (B, S), the document of each position
+    image: torch.Tensor | None = None  # (B, S), the number of the image that each new position is of, -1 for text
     _masks: dict[Any, Any] = field(default_factory=dict)
 
     def mask_is_needed(self, window: int | None) -> bool:
         """Whether anything but "causal from the first key on" has to be said."""
-        if self.keep is not None or self.document is not None:
+        if self.keep is not None or self.document is not None or self.image is not None:
             return True
         return self.length > 1 and (self.past > 0 or window is not None)
 
@@ -56,6 +58,9 @@ class Visibility:
             query = torch.arange(self.past, self.past + self.length, device=self.device)[:, None]
             key = torch.arange(self.past + self.length, device=self.device)
             mask = (key <= query)[None, None]
+            if self.image is not None:
+                mine, theirs = self.image[:, :, None], self._image_of_keys()[:, None]
+                mask = mask | ((mine == theirs) & (mine >= 0))[:, None]
             if window is not None:
                 mask = mask & (key > query - window)
             if self.document is not None:
@@ -69,10 +74,13 @@ class Visibility:
         """The same rule for FlexAttention, which skips whole blocks of it."""
         key = ("block", window)
         if key not in self._masks:
-            past, keep, document = self.past, self.keep, self.document
+            past, keep, document, image = self.past, self.keep, self.document, self.image
+            image_of_keys = None if image is None else self._image_of_keys()
 
             def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
                 seen = k <= q + past
+                if image is not None:
+                    seen = seen | ((image[b, q] >= 0) & (image[b, q] == image_of_keys[b, k]))
                 if window is not None:
                     seen = seen & (k > q + past - window)
                 if document is not None:
@@ -81,10 +89,14 @@ class Visibility:
                     seen = (seen & keep[b, k]) | (k == q + past)
                 return seen
 
-            rows = next((x.shape[0] for x in (keep, document) if x is not None), None)
+            rows = next((x.shape[0] for x in (keep, document, image) if x is not None), None)
             total = past + self.length
             self._masks[key] = create_block_mask(sees, rows, None, self.length, total, device=self.device)
         return self._masks[key]
+
+    def _image_of_keys(self) -> torch.Tensor:
+        """(B, past + S): ``image`` for all keys; no new position is of an image that is already in the cache."""
+        return F.pad(self.image, (self.past, 0), value=-1)
 
 
 def visibility(
@@ -151,6 +163,7 @@ def attention(
         half
         and softcap is None
         and visible.keep is None
+        and visible.image is None
         and visible.past == 0
         and (window or visible.document is not None)
     ):
