@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ def generate(
     eos_token_id: int | list[int] | None = None,
     pad_token_id: int | None = None,
     seed: int | None = None,
+    prompt_inputs: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Continue every prompt: (B, S) → LongTensor (B, S + new) on the model's device, prompt included.
 
@@ -60,6 +61,7 @@ def generate(
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
         seed=seed,
+        prompt_inputs=prompt_inputs,
     )
     prompt = input_ids.to(_device(model), torch.long)
     return torch.cat([prompt, *(token[:, None] for token in steps)], dim=1)
@@ -77,6 +79,7 @@ def stream(
     eos_token_id: int | list[int] | None = None,
     pad_token_id: int | None = None,
     seed: int | None = None,
+    prompt_inputs: Mapping[str, Any] | None = None,
 ) -> Iterator[Tensor]:
     """Yield the next token of every row, one LongTensor (B,) a step, until all rows have ended.
 
@@ -93,6 +96,7 @@ def stream(
         never stops. A row that has ended yields the pad id.
     pad_token_id: left out: generation config, config, else the first eos id.
     seed: makes sampling repeatable and leaves torch's global generator untouched; None draws from the global one.
+    prompt_inputs: what the model's forward takes beside the ids of a prompt (its images), by argument name.
 
     The arguments are checked at the call, before the first step. The model is in eval mode while the iterator is in
     use; its training flags are restored when it is exhausted, closed or dropped.
@@ -116,7 +120,7 @@ def stream(
         top_p=1.0 if top_p is None else float(top_p),
         generator=None if seed is None else _seeded(seed, device),
     )
-    return _steps(model, input_ids, attention_mask, int(max_new_tokens), sampling, eos_ids, pad_id)
+    return _steps(model, input_ids, attention_mask, int(max_new_tokens), sampling, eos_ids, pad_id, prompt_inputs or {})
 
 
 # no_grad, not inference_mode: the ids must stay usable in a training step, where embedding saves them for backward.
@@ -130,6 +134,7 @@ def _steps(
     sampling: _Sampling,
     eos_ids: list[int],
     pad_id: int,
+    prompt_inputs: Mapping[str, Any],
 ) -> Iterator[Tensor]:
     if max_new_tokens == 0:
         return
@@ -165,6 +170,7 @@ def _steps(
                 position_ids=positions,
                 cache=cache,
                 logits_to_keep=1,
+                **(prompt_inputs if cache.length == 0 else {}),
             )
             chosen, usable = _choose(out.logits[:, -1].float(), sampling)
             unusable = unusable | ~(usable | ended)
