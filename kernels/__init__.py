@@ -8,6 +8,7 @@ from ligermodels.kernels.embedding import embedding
 from ligermodels.kernels.glu import geglu, swiglu, swiglu_packed
 from ligermodels.kernels.layer_norm import layer_norm
 from ligermodels.kernels.linear_cross_entropy import LossOutput, linear_cross_entropy, linear_logprob
+from ligermodels.kernels.moe import moe_mlp, moe_route
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope
@@ -21,6 +22,8 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "linear_logprob",
+    "moe_mlp",
+    "moe_route",
     "qk_norm_rope",
     "rms_norm",
     "rope",
