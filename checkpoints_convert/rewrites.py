@@ -16,7 +16,7 @@ import torch
 from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo
 from ligermodels.errors import CheckpointError
 
-__all__ = ["text_tower", "to_chatglm_names", "to_model_names"]
+__all__ = ["text_tower", "to_chatglm_names", "to_model_names", "vision_language"]
 
 
 def to_model_names(checkpoint: Checkpoint) -> Checkpoint:
@@ -114,7 +114,33 @@ def _renamed(name: str, parts: Mapping[str, str]) -> str:
 
 # As published (and as transformers 5 saves), and as transformers 5 has them in memory.
 _TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
+_WHOLE = (
+    (re.compile(r"^model\.(?=(vision_tower|multi_modal_projector|image_newline)\b)"), ""),
+    (re.compile(r"^model\.language_model\."), "language_model.model."),
+    (re.compile(r"^lm_head\."), "language_model.lm_head."),
+    (re.compile(r"^vision_tower\.vision_model\."), "vision_tower."),
+)
 _IMAGE = re.compile(r"^(?:model\.)?(vision_tower|multi_modal_projector|image_newline)\b")
+
+
+def vision_language(checkpoint: Checkpoint) -> Checkpoint:
+    """A whole vision-language checkpoint under one spelling: that in which transformers 5 saves.
+
+    Known are the published one (``vision_tower.vision_model.…``), transformers' in memory (``model.language_model.…``,
+    ``model.vision_tower.…``, ``lm_head.weight``), and the one that is given: ``language_model.model.…``,
+    ``language_model.lm_head.weight``, ``vision_tower.…``, ``multi_modal_projector.…``, ``image_newline``.
+
+    Raises CheckpointError where two tensors would get one name.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for old, info in checkpoint.tensors.items():
+        name = old
+        for pattern, new in _WHOLE:
+            name = pattern.sub(new, name)
+        if name in tensors:
+            raise CheckpointError(f"{checkpoint.folder} holds {name} twice, once as {old}")
+        tensors[name] = info
+    return replace(checkpoint, tensors=tensors)
 
 
 def text_tower(checkpoint: Checkpoint) -> Checkpoint:
