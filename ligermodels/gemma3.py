@@ -4,15 +4,18 @@ What differs from Gemma 2: heads of q and k are normed before they are turned, i
 layers of six see a sliding window; and those turn by a rope table of their own (θ 1e4), while the layers that see
 everything have θ 1e6, in larger models stretched linearly. Shapes as in llama.py: B S H A K D I V.
 
-A ``"gemma3"`` folder also holds a vision tower and a projector. They are not loaded here, and a warning says so: the
-model reads text only, and ``save_pretrained`` writes a ``"gemma3_text"`` folder.
+A ``"gemma3"`` folder whose config has a ``vision_config`` gives the model that reads images too, see
+gemma3_multimodal.py; its ``language_model`` is the model of this file. Without one only the text tower is loaded, and
+a warning says what is left out.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -20,9 +23,9 @@ from einops import rearrange
 from torch import nn
 
 from ligermodels.base import CausalLM, CausalLMOutput, Context
-from ligermodels.checkpoints_convert.hf import Checkpoint
+from ligermodels.checkpoints_convert.hf import Checkpoint, read_config
 from ligermodels.checkpoints_convert.rewrites import text_tower
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, LigerError
 from ligermodels.gemma import ScaledEmbedding, gemma_norm
 from ligermodels.gemma2 import LAYER_TYPES, Gemma2Block, Gemma2Config
 from ligermodels.kernels import qk_norm_rope
@@ -150,6 +153,17 @@ class LigerGemma3(CausalLM):
         self.init_weights()
 
     @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device | None = None
+    ) -> CausalLM:
+        """As every family's, but a folder whose config has a ``vision_config`` gives a ``LigerGemma3Multimodal``."""
+        if read_config(folder).get("vision_config") is None:
+            return super().from_pretrained(folder, dtype=dtype, device=device)
+        from ligermodels.gemma3_multimodal import LigerGemma3Multimodal  # here, for it is built on this file
+
+        return LigerGemma3Multimodal.from_pretrained(folder, dtype=dtype, device=device)
+
+    @classmethod
     def to_model_names(cls, weights: Checkpoint) -> Checkpoint:
         return text_tower(super().to_model_names(weights))
 
@@ -164,12 +178,21 @@ class LigerGemma3(CausalLM):
         cache: KVCache | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: int | torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
     ) -> CausalLMOutput:
-        """Next-token logits and, with ``labels``, the loss: arguments, shapes and errors as ``LigerLlama.forward``."""
+        """Next-token logits and, with ``labels``, the loss: arguments, shapes and errors as ``LigerLlama.forward``.
+
+        ``inputs_embeds`` are taken as they are, not times √H. token_type_ids (B, S), 1 at image tokens: those of one
+        image, neighbours in a row, see each other in both directions.
+        """
         context = self.prepare(input_ids, attention_mask, position_ids, cu_seqlens, cache)
+        if token_type_ids is not None:
+            image = number_images(token_type_ids, input_ids.shape)
+            context = context._replace(visible=dataclasses.replace(context.visible, image=image, _masks={}))
         cos, sin = self.model.rotary_emb_local(context.position_ids, context.end)
         local = context._replace(cos=cos, sin=sin)  # for the layers with a window
-        x = self.model.embed_tokens(input_ids)  # (B, S) -> (B, S, H), times √H
+        x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds  # (B, S) -> (B, S, H)
         for layer, kind in zip(self.model.layers, self.config.layer_types, strict=True):
             x = self.run_layer(layer, x, local if kind == "sliding_attention" else context)
         if cache is not None:
@@ -177,3 +200,14 @@ class LigerGemma3(CausalLM):
         hidden = self.model.norm(x)
         softcap = self.config.final_logit_softcapping
         return self.output(hidden, labels, cu_seqlens, logits_to_keep, num_items_in_batch, softcap)
+
+
+def number_images(token_type_ids: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """(B, S): 0, 1, … at the image tokens (1) of each row's first, second, … run of them, -1 elsewhere."""
+    if token_type_ids.shape != shape:
+        raise LigerError(
+            f"token_type_ids must have the shape of input_ids {tuple(shape)}, found {token_type_ids.shape}"
+        )
+    is_image = token_type_ids == 1
+    starts = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]
+    return torch.where(is_image, starts.cumsum(1) - 1, -1)
