@@ -17,9 +17,12 @@ from ligermodels.errors import CheckpointError, ConfigError, HubError, LigerErro
 from ligermodels.gemma import GemmaConfig, LigerGemma
 from ligermodels.gemma2 import Gemma2Config, LigerGemma2
 from ligermodels.gemma3 import Gemma3Config, LigerGemma3
+from ligermodels.gemma3_multimodal import Gemma3MultimodalConfig, LigerGemma3Multimodal
 from ligermodels.glm import GlmConfig, LigerGlm
 from ligermodels.glm4 import Glm4Config, LigerGlm4
 from ligermodels.llama import LigerLlama, LlamaConfig
+from ligermodels.llava import LigerLlava, LlavaConfig
+from ligermodels.llava_next import LigerLlavaNext, LlavaNextConfig
 from ligermodels.mistral import LigerMistral, MistralConfig
 from ligermodels.phi3 import LigerPhi3, Phi3Config
 from ligermodels.qwen2 import LigerQwen2, Qwen2Config
@@ -34,6 +37,7 @@ __all__ = [
     "ConfigError",
     "Gemma2Config",
     "Gemma3Config",
+    "Gemma3MultimodalConfig",
     "GemmaConfig",
     "Glm4Config",
     "GlmConfig",
@@ -42,14 +46,19 @@ __all__ = [
     "LigerGemma",
     "LigerGemma2",
     "LigerGemma3",
+    "LigerGemma3Multimodal",
     "LigerGlm",
     "LigerGlm4",
     "LigerLlama",
+    "LigerLlava",
+    "LigerLlavaNext",
     "LigerMistral",
     "LigerPhi3",
     "LigerQwen2",
     "LigerQwen3",
     "LlamaConfig",
+    "LlavaConfig",
+    "LlavaNextConfig",
     "MistralConfig",
     "Phi3Config",
     "Qwen2Config",
@@ -72,6 +81,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "glm4": LigerGlm4,
     "qwen2": LigerQwen2,
     "qwen3": LigerQwen3,
+    "llava": LigerLlava,
+    "llava_next": LigerLlavaNext,
 }
 
 
