@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels import generation
 from ligermodels.checkpoints_convert.hf import Checkpoint, check_names, open_checkpoint, read_config, save_checkpoint
 from ligermodels.checkpoints_convert.hub import download
+from ligermodels.checkpoints_convert.reading import same_values
 from ligermodels.checkpoints_convert.rewrites import to_model_names
 from ligermodels.config import Config, resolve_dtype
-from ligermodels.errors import ConfigError, LigerError
+from ligermodels.errors import CheckpointError, ConfigError, LigerError
 from ligermodels.inputs import (
     check_cache,
     check_ids,
@@ -32,6 +33,8 @@ from ligermodels.layers.attention import Visibility, check_cu_seqlens, document_
 from ligermodels.layers.cache import KVCache
 from ligermodels.layers.memory import LEVELS
 from ligermodels.layers.rotary import RotaryEmbedding
+
+_AHEAD = 256 << 20  # bytes of weights that are read while others are put in place
 
 
 class CausalLMOutput(NamedTuple):
@@ -123,6 +126,12 @@ class CausalLM(nn.Module):
             dtype = config.dtype or next(iter(weights.tensors.values())).dtype
         dtype = resolve_dtype(dtype)
         device = _resolve_device(device)
+        if config.num_hidden_layers > len(weights.tensors):  # and not minutes of building layers first
+            raise CheckpointError(
+                f"{folder}: config.json says {config.num_hidden_layers} layers, there are {len(weights.tensors)} tensors"
+            )
+        if any(info.scaled for info in weights.tensors.values()):
+            config.extra.pop("quantization_config", None)  # what is loaded, and saved again, is not quantised
         with torch.device("meta"):
             model = cls(config)
         if config.tie_word_embeddings and _tied_head_differs(weights, cls.text_prefix):
@@ -147,7 +156,7 @@ class CausalLM(nn.Module):
         expected = {name: tuple(p.shape) for name, p in self.named_parameters()}
         tied = (f"{self.text_prefix}lm_head.weight",) if self.config.tie_word_embeddings else ()
         check_names(weights, expected, optional=tied, model_type=self.config.model_type)
-        for name, tensor in weights.stream(expected, dtype=dtype, device=device):
+        for name, tensor in weights.stream(expected, dtype=dtype, device=device, mapped=True, ahead=_AHEAD):
             module, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(module), leaf, nn.Parameter(tensor))
         self.tie_weights()
@@ -414,6 +423,4 @@ def _tied_head_differs(weights: Checkpoint, prefix: str) -> bool:
     head, embedding = f"{prefix}lm_head.weight", f"{prefix}model.embed_tokens.weight"
     if head not in weights.tensors or embedding not in weights.tensors:
         return False
-    if weights.tensors[head].shape != weights.tensors[embedding].shape:
-        return True
-    return not torch.equal(weights.read(head), weights.read(embedding))
+    return not same_values(weights.tensors[head], weights.tensors[embedding])

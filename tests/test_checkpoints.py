@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 
-from ligermodels.checkpoints_convert import hf
+from ligermodels.checkpoints_convert import hf, reading
 from ligermodels.checkpoints_convert.hf import check_names, open_checkpoint, read_config, save_checkpoint
 from ligermodels.errors import CheckpointError, ConfigError, LigerError
 
@@ -59,7 +59,7 @@ def test_reads_what_safetensors_wrote(tmp_path, dtype, target):
 
 
 def test_a_cast_longer_than_the_staging_buffer(tmp_path, monkeypatch):
-    monkeypatch.setattr(hf, "_STAGING", 256)
+    monkeypatch.setattr(reading, "CHUNK", 256)
     save_checkpoint(tmp_path, some_tensors(), CONFIG)
     read = dict(open_checkpoint(tmp_path).stream(dtype=torch.bfloat16))
     assert same(read, {name: tensor.bfloat16() for name, tensor in some_tensors().items()})
@@ -84,7 +84,7 @@ def test_reading_under_the_meta_device_still_gives_data(folder):
 @pytest.mark.gpu
 @pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
 def test_reads_straight_to_cuda(folder, monkeypatch, target):
-    monkeypatch.setattr(hf, "_STAGING", 1024)  # many turns of both halves
+    monkeypatch.setattr(reading, "CHUNK", 512)  # many turns of both buffers
     read = dict(open_checkpoint(folder).stream(dtype=target, device="cuda"))
     assert all(tensor.is_cuda for tensor in read.values())
     assert same({n: t.cpu() for n, t in read.items()}, {n: t.to(target) for n, t in some_tensors().items()})
@@ -148,6 +148,13 @@ ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
 # ------------------------------------------------------------------------------------------------------ broken folders
 
 
+EMPTY = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+
+
+def header_only(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text
+
+
 def rewrite(path: Path, change) -> None:
     path.write_bytes(change(path.read_bytes()))
 
@@ -187,7 +194,12 @@ FILES = {
     "not_text": (lambda c: (2).to_bytes(8, "little") + b"\xff\xfe", "broken header"),
     "not_object": (lambda c: (2).to_bytes(8, "little") + b"[]", "broken header"),
     "nested": (lambda c: (90000).to_bytes(8, "little") + b"[" * 90000, "broken header"),
-    "twice": (lambda c: (15).to_bytes(8, "little") + b'{"a":{},"a":{}}', "occurs twice"),
+    "twice": (lambda c: header_only(b'{"a":%s,"a":%s}' % (EMPTY, EMPTY)), "'a' occurs twice"),
+    "metadata_number": (lambda c: header_only(b'{"__metadata__":{"a":1}}'), "must map strings to strings"),
+    "metadata_endless": (lambda c: header_only(b'{"__metadata__":{"a":"b}}'), "does not end"),
+    "text_behind": (lambda c: header_only(b'{"a":%s}}' % EMPTY), "text follows its end"),
+    "no_comma": (lambda c: header_only(b'{"a":%s "b":%s}' % (EMPTY, EMPTY)), "expected a comma"),
+    "open_end": (lambda c: header_only(b'{"a":%s,' % EMPTY), "expected a name"),
     "no_dtype": (with_header(lambda h: h["lm_head.weight"].pop("dtype") and None), "lm_head.weight is broken"),
     "dtype_number": (entry(dtype=3), "lm_head.weight is broken"),
     "dtype_unknown": (entry(dtype="F13"), "unknown dtype 'F13'"),
@@ -197,7 +209,7 @@ FILES = {
     "shape_other": (entry(shape=[97, 17]), "needs 6596 bytes, the header gives 6208"),
     "offsets_three": (entry(data_offsets=[0, 1, 2]), "lm_head.weight is broken"),
     "offsets_shifted": (entry(data_offsets=[8, 6216]), "starts at byte 8 of the data, expected 0"),
-    "entry_list": (with_header(lambda h: h | {"lm_head.weight": [1]}), "lm_head.weight is broken"),
+    "entry_list": (with_header(lambda h: h | {"lm_head.weight": [1]}), 'expected .* of tensor lm_head.weight at byte'),
 }
 
 
@@ -283,14 +295,20 @@ class Malicious:
 MARKER = Path("MARKER_code_was_run")
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"])
-def test_pickles_are_named_and_never_opened(tmp_path, monkeypatch, name):
+def test_pickles_are_read_without_running_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    torch.save({"x": Malicious()}, tmp_path / name)
-    before = (tmp_path / name).read_bytes()
-    with pytest.raises(CheckpointError, match=rf"{name}.*save_pretrained"):
+    torch.save({"x": torch.zeros(2), "y": Malicious()}, tmp_path / "pytorch_model.bin")
+    before = (tmp_path / "pytorch_model.bin").read_bytes()
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin holds more than tensors"):
         open_checkpoint(tmp_path)
-    assert not MARKER.exists() and (tmp_path / name).read_bytes() == before
+    assert not MARKER.exists() and (tmp_path / "pytorch_model.bin").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["pytorch_model-00001-of-00002.bin", "consolidated.00.pth"])
+def test_pickles_that_nothing_names_are_left_alone(tmp_path, name):
+    torch.save({"x": torch.zeros(2)}, tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be used without pytorch_model\.bin\.index\.json"):
+        open_checkpoint(tmp_path)
 
 
 def test_folders_without_weights(tmp_path):
