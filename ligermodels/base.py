@@ -353,7 +353,9 @@ class CausalLM(nn.Module):
         reduction = "mean" if num_items_in_batch is None else "sum"
         if type(self.lm_head) is nn.Linear:
             loss = linear_cross_entropy(hidden, self.lm_head.weight, target, reduction=reduction, softcap=softcap)
-        else:  # a wrapped head (LoRA): only the module knows its whole weight
+        elif hasattr(self.lm_head, "cross_entropy"):  # a LoRA: it knows how to do without the whole logits
+            loss = self.lm_head.cross_entropy(hidden, target, reduction=reduction, softcap=softcap)
+        else:  # wrapped by others: only the module knows its whole weight
             loss = cross_entropy(self.lm_head(hidden), target, reduction=reduction, softcap=softcap)
         return loss if num_items_in_batch is None else loss / normaliser(num_items_in_batch, loss.device)
 
