@@ -12,7 +12,16 @@ import re
 import warnings
 from pathlib import Path
 
-from ligermodels.checkpoints_convert.hf import CONFIG, INDEX, PICKLES, SINGLE, _read_index
+from ligermodels.checkpoints_convert.files import (
+    CONFIG,
+    INDEX,
+    PICKLE,
+    PICKLE_INDEX,
+    PICKLES,
+    SINGLE,
+    other_layout,
+    read_index,
+)
 from ligermodels.errors import CheckpointError, HubError
 
 __all__ = ["download"]
@@ -27,6 +36,8 @@ _TEXT_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
+
+_WEIGHTS = (INDEX, SINGLE, PICKLE_INDEX, PICKLE)  # the first that is there says which files the weights are in
 
 
 def download(
@@ -45,7 +56,7 @@ def download(
     with a warning; ``local_files_only`` uses the cache without asking the network.
 
     Raises HubError, with the cause chained, telling apart: no such repository, a gated one, a refused token, no such
-    revision, no network and no (complete) cached copy, and repositories that hold no safetensors.
+    revision, no network and no (complete) cached copy, and repositories that hold no weights in this layout.
     """
     # Imported here: it takes a third of a second, and most programs only read local folders.
     from huggingface_hub import HfApi
@@ -102,29 +113,35 @@ def _fetch(
 
     first = [file for file in (CONFIG, *_TEXT_FILES) if file in present]
     if weights and CONFIG not in present:
-        raise HubError(f"{request.name} holds no {CONFIG}: it is not a model in Hugging Face layout ({request.page})")
+        hint = other_layout({file for file in present if "/" not in file})
+        raise HubError(
+            f"{request.name} holds no {CONFIG}: it is not a model in Hugging Face layout ({request.page})"
+            + (f"; {hint}" if hint else "")
+        )
     if not first:
         raise HubError(f"{request.name} holds neither {CONFIG} nor a tokenizer ({request.page})")
-    if weights and INDEX not in present and SINGLE not in present:
+    kind = next((name for name in _WEIGHTS if name in present), None)
+    if weights and kind is None:
         raise _no_weights(request, present)
     folder = get(first[0]).parent
-    if weights and INDEX in present:
-        folder = get(INDEX).parent
-        shards = _shards(request, folder)
+    shards = []
+    if weights and kind in (INDEX, PICKLE_INDEX):
+        folder = get(kind).parent
+        shards = _shards(request, folder, kind)
         absent = [file for file in shards if file not in present]
         if absent:
-            raise HubError(f"{request.name} lacks files that its own {INDEX} names: {', '.join(absent)}")
-    else:
-        shards = [SINGLE] if weights else []
+            raise HubError(f"{request.name} lacks files that its own {kind} names: {', '.join(absent)}")
+    elif weights:
+        shards = [kind]
     for file in (*first[1:], *shards):
         get(file)
     _remember(request, folder, commit)
     return folder
 
 
-def _shards(request: _Request, folder: Path) -> list[str]:
+def _shards(request: _Request, folder: Path, index: str) -> list[str]:
     try:
-        return sorted(set(_read_index(folder).values()))
+        return sorted(set(read_index(folder, index).values()))
     except CheckpointError as error:
         raise HubError(f"{request.name}: {error}") from error
 
@@ -152,7 +169,7 @@ def _from_cache(request: _Request, cache_dir: str | os.PathLike | None, weights:
             raise HubError(f"{request.repo_id!r} is not the name of a repository: expected 'owner/name'") from error
         return found if isinstance(found, str) else None  # else None, or a marker that the hub lacks the file
 
-    anchor = next(filter(None, map(cached, (CONFIG, *_TEXT_FILES, INDEX, SINGLE))), None)
+    anchor = next(filter(None, map(cached, (CONFIG, *_TEXT_FILES, *_WEIGHTS))), None)
     if anchor is None:
         raise HubError(
             f"{request.name} is not in the cache, and {reason}. Connect once to download it, or pass the cache_dir "
@@ -161,7 +178,8 @@ def _from_cache(request: _Request, cache_dir: str | os.PathLike | None, weights:
     folder = Path(anchor).parent
     wanted = [CONFIG] if weights else []
     if weights:
-        wanted += _shards(request, folder) if (folder / INDEX).is_file() else [SINGLE]
+        kind = next((name for name in _WEIGHTS if (folder / name).is_file()), SINGLE)
+        wanted += _shards(request, folder, kind) if kind in (INDEX, PICKLE_INDEX) else [kind]
     missing = [file for file in wanted if not (folder / file).is_file()]
     if missing:
         raise HubError(
@@ -219,17 +237,10 @@ def _explain(request: _Request, error) -> HubError:
 
 
 def _no_weights(request: _Request, present: set[str]) -> HubError:
+    hint = other_layout({file for file in present if "/" not in file})
     pickles = sorted(file for file in present if "/" not in file and file.endswith(PICKLES))
-    if pickles:
-        return HubError(
-            f"{request.name} holds its weights only as pickles ({', '.join(pickles[:3])}), which can run code when "
-            "they are opened, and are not read. Look for a revision with safetensors, or convert it once with "
-            "transformers: AutoModelForCausalLM.from_pretrained(REPO, dtype='auto').save_pretrained(FOLDER)"
-        )
-    ggufs = sorted(file for file in present if file.endswith(".gguf"))
-    if ggufs:
-        return HubError(
-            f"{request.name} holds GGUF files only ({', '.join(ggufs[:3])}): download one and convert it with "
-            "`python -m ligermodels.checkpoints_convert FILE FOLDER`"
-        )
-    return HubError(f"{request.name} holds no weights: neither {SINGLE} nor {INDEX} ({request.page})")
+    if hint:
+        hint = f": download it, and {hint}" if hint.startswith("convert") else f": {hint}"
+    elif pickles:
+        hint = f": {', '.join(pickles[:3])} are not named as a model's weights are ({PICKLE})"
+    return HubError(f"{request.name} holds no weights, neither {' nor '.join(_WEIGHTS)} ({request.page}){hint}")

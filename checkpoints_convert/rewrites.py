@@ -26,15 +26,7 @@ def to_model_names(checkpoint: Checkpoint) -> Checkpoint:
     """
     if any(name.startswith("transformer.encoder.layers.") for name in checkpoint.tensors):
         return _from_chatglm(checkpoint)
-    return checkpoint
-
-
-def rows(info: TensorInfo, start: int, end: int) -> TensorInfo:
-    """Rows ``start`` to ``end`` of a tensor: a range of its bytes."""
-    row = (info.end - info.start) // info.shape[0]
-    return replace(
-        info, shape=(end - start, *info.shape[1:]), start=info.start + start * row, end=info.start + end * row
-    )
+    return stacked_experts(checkpoint)
 
 
 # ---------------------------------------------------------------------------------------------------------- ChatGLM
@@ -77,7 +69,7 @@ def _from_chatglm(checkpoint: Checkpoint) -> Checkpoint:
             )
         key = query + (total - query) // 2
         bounds = {"q_proj": (0, query), "k_proj": (query, key), "v_proj": (key, total)}
-        tensors |= {packed[1] + part + packed[2]: rows(info, *b) for part, b in bounds.items()}
+        tensors |= {packed[1] + part + packed[2]: info.rows(*b) for part, b in bounds.items()}
     return Checkpoint(checkpoint.folder, tensors)
 
 

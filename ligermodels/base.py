@@ -128,7 +128,8 @@ class CausalLM(nn.Module):
         device = _resolve_device(device)
         if config.num_hidden_layers > len(weights.tensors):  # and not minutes of building layers first
             raise CheckpointError(
-                f"{folder}: config.json says {config.num_hidden_layers} layers, there are {len(weights.tensors)} tensors"
+                f"{folder}: config.json says {config.num_hidden_layers} layers, the files hold {len(weights.tensors)} "
+                "tensors"
             )
         if any(info.scaled for info in weights.tensors.values()):
             config.extra.pop("quantization_config", None)  # what is loaded, and saved again, is not quantised

@@ -226,14 +226,35 @@ def test_too_many_requests(hub, cache):
     fails("429", "org/model", cache_dir=cache)
 
 
-def test_pickles_only(hub, cache):
+def only_pickles(hub) -> None:
     for name in [INDEX, *(name for name in hub.files if name.endswith(".safetensors"))]:
         hub.files.pop(name, None)
-    fails(r"only as pickles \(pytorch_model\.bin\)", "org/model", cache_dir=cache)
+
+
+def test_pickles_are_fetched_where_there_is_nothing_better(hub, cache, tmp_path):
+    only_pickles(hub)
+    shards = {f"pytorch_model-0000{i}-of-00002.bin": {name: TENSORS[name]} for i, name in enumerate(TENSORS, 1)}
+    for file, tensors in shards.items():
+        torch.save(tensors, tmp_path / file)
+        hub.files[file] = (tmp_path / file).read_bytes()
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+    hub.files["pytorch_model.bin.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    folder = download("org/model", cache_dir=cache)
+    assert set(shards) < hub.fetched() and "pytorch_model.bin" not in hub.fetched()
+    loaded = dict(open_checkpoint(folder).stream())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
+    assert download("org/model", cache_dir=cache, local_files_only=True) == folder
+    next(folder.glob("pytorch_model-*.bin")).unlink()
+    fails(r"incomplete.*pytorch_model-0000\d-of-00002\.bin", "org/model", cache_dir=cache, local_files_only=True)
+
+
+def test_no_weights_at_all(hub, cache):
+    only_pickles(hub)
     del hub.files["pytorch_model.bin"]
-    fails(r"GGUF files only \(m\.gguf\)", "org/model", cache_dir=cache)
+    fails(r"holds no weights.*download it, and convert m\.gguf with", "org/model", cache_dir=cache)
+    hub.files["params.json"] = hub.files["consolidated.00.pth"] = b"{}"
     del hub.files["config.json"]
-    fails(r"holds no config\.json", "org/model", cache_dir=cache)
+    fails(r"holds no config\.json.*Meta's layout.*ligermodels convert", "org/model", cache_dir=cache)
     assert not hub.fetched()
 
 
