@@ -26,7 +26,7 @@ def to_model_names(checkpoint: Checkpoint) -> Checkpoint:
     """
     if any(name.startswith("transformer.encoder.layers.") for name in checkpoint.tensors):
         return _from_chatglm(checkpoint)
-    return stacked_experts(checkpoint)
+    return checkpoint
 
 
 # ---------------------------------------------------------------------------------------------------------- ChatGLM
