@@ -221,6 +221,50 @@ class CausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         return result
 
+    def resize_vocab(self, size: int, *, multiple_of: int = 1, new_rows: str = "mean") -> int:
+        """Grow or cut the vocabulary to ``size`` ids, rounded up to ``multiple_of``; returns what it became.
+
+        Embedding, head and config change together, and a tied head stays tied. Old rows keep their bits. New ones are
+        the mean of the old ("mean": then no new id outweighs all others before it is trained; Hewitt 2021), or 0
+        ("zeros"). The parameters are new ones: make the optimizer, and shard, after this.
+
+        Raises LigerError for a size that is none, for one that cuts off the config's bos, eos or pad id, and for a
+        head or an embedding that was wrapped (merge adapters first).
+        """
+        config = getattr(self.config, "text_config", self.config)
+        for name, value in (("size", size), ("multiple_of", multiple_of)):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+                raise LigerError(f"{name} must be a whole number from 1 to 2147483647, found {value!r}")
+        if new_rows not in ("mean", "zeros"):
+            raise LigerError(f'new_rows must be "mean" or "zeros", found {new_rows!r}')
+        size = -(-size // multiple_of) * multiple_of
+        embedding, head, tied = self.model.embed_tokens, self.lm_head, self._is_tied()
+        if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:
+            raise LigerError(
+                f"cannot resize a {type(embedding).__name__} and a {type(head).__name__}: unwrap them first"
+            )
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            ids = getattr(config, name)
+            for token in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+                if size <= token < config.vocab_size:
+                    raise LigerError(f"{name} {token} would not be in a vocabulary of {size}")
+
+        def resized(weight: nn.Parameter) -> nn.Parameter:
+            kept = min(size, weight.shape[0])
+            with torch.no_grad():
+                new = torch.zeros(size, weight.shape[1], dtype=weight.dtype, device=weight.device)  # (V', H)
+                new[:kept] = weight[:kept]
+                if new_rows == "mean":
+                    new[kept:] = weight.mean(0, dtype=torch.float32)
+            return nn.Parameter(new, requires_grad=weight.requires_grad)
+
+        if embedding.padding_idx is not None and (config.pad_token_id or 0) < 0:  # counted from an end that moves
+            config.pad_token_id = embedding.padding_idx
+        embedding.weight = resized(embedding.weight)
+        head.weight = embedding.weight if tied else resized(head.weight)
+        embedding.num_embeddings = head.out_features = config.vocab_size = size
+        return size
+
     def init_weights(self) -> None:
         """Random weights as published models start: normal(0, initializer_range), biases 0, padding row 0."""
         for module in self.modules():

@@ -11,7 +11,9 @@ import pytest
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
+from tiny import TINY
 
+import ligermodels
 from ligermodels.checkpoints_convert import hf, reading
 from ligermodels.checkpoints_convert.hf import check_names, open_checkpoint, read_config, save_checkpoint
 from ligermodels.errors import CheckpointError, ConfigError, LigerError
@@ -209,7 +211,7 @@ FILES = {
     "shape_other": (entry(shape=[97, 17]), "needs 6596 bytes, the header gives 6208"),
     "offsets_three": (entry(data_offsets=[0, 1, 2]), "lm_head.weight is broken"),
     "offsets_shifted": (entry(data_offsets=[8, 6216]), "starts at byte 8 of the data, expected 0"),
-    "entry_list": (with_header(lambda h: h | {"lm_head.weight": [1]}), 'expected .* of tensor lm_head.weight at byte'),
+    "entry_list": (with_header(lambda h: h | {"lm_head.weight": [1]}), "expected .* of tensor lm_head.weight at byte"),
 }
 
 
@@ -554,3 +556,47 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"could not save to .*file"):
         save_checkpoint(tmp_path / "file", some_tensors(), CONFIG)
+
+
+# ---------------------------------------------------------------------------------------------------------- vocabulary
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size, multiple_of, becomes", [(109, 1, 109), (90, 1, 90), (97, 64, 128), (97, 1, 97)])
+@pytest.mark.parametrize("new_rows", ["mean", "zeros"])
+def test_resize_vocab(tmp_path, tied, size, multiple_of, becomes, new_rows):
+    from transformers import AutoModelForCausalLM
+
+    model = ligermodels.LigerLlama(ligermodels.LlamaConfig.from_hf({**TINY, "tie_word_embeddings": tied}))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert model.resize_vocab(size, multiple_of=multiple_of, new_rows=new_rows) == becomes
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert len(list(model.parameters())) == len(before)
+    kept = min(97, becomes)
+    for name in ("model.embed_tokens.weight", *(() if tied else ("lm_head.weight",))):
+        old, new = before[name], model.get_parameter(name)
+        assert new.shape == (becomes, 64) and torch.equal(new[:kept], old[:kept])
+        expected = old.mean(0) if new_rows == "mean" else torch.zeros(64)
+        assert torch.equal(new[kept:], expected.expand(becomes - kept, 64))
+    ids = torch.tensor([[3, becomes - 1]])
+    logits = model.eval()(ids).logits
+    assert logits.shape == (1, 2, becomes) and model.config.to_hf()["vocab_size"] == becomes
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert (AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits - logits).abs().max() < 2e-4
+    assert torch.equal(ligermodels.from_pretrained(tmp_path)(ids).logits, logits)
+
+
+def test_vocabularies_that_cannot_be(tmp_path):
+    model = ligermodels.LigerLlama(ligermodels.LlamaConfig.from_hf({**TINY, "eos_token_id": [2, 90]}))
+    for size in (0, -1, True, 1.5, 2**31):
+        with pytest.raises(LigerError, match="size must be a whole number"):
+            model.resize_vocab(size)
+    with pytest.raises(LigerError, match="eos_token_id 90 would not be in a vocabulary of 90"):
+        model.resize_vocab(90)
+    with pytest.raises(LigerError, match="new_rows"):
+        model.resize_vocab(100, new_rows="random")
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(LigerError, match="cannot resize a Embedding and a Sequential"):
+        model.resize_vocab(100)
+    assert model.config.vocab_size == 97
