@@ -16,7 +16,14 @@ import torch
 from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo
 from ligermodels.errors import CheckpointError
 
-__all__ = ["text_tower", "to_chatglm_names", "to_model_names", "vision_language"]
+__all__ = [
+    "stacked_experts",
+    "text_tower",
+    "to_chatglm_names",
+    "to_expert_names",
+    "to_model_names",
+    "vision_language",
+]
 
 
 def to_model_names(checkpoint: Checkpoint) -> Checkpoint:
@@ -26,7 +33,7 @@ def to_model_names(checkpoint: Checkpoint) -> Checkpoint:
     """
     if any(name.startswith("transformer.encoder.layers.") for name in checkpoint.tensors):
         return _from_chatglm(checkpoint)
-    return checkpoint
+    return stacked_experts(checkpoint)
 
 
 # ---------------------------------------------------------------------------------------------------------- ChatGLM
@@ -158,3 +165,66 @@ def text_tower(checkpoint: Checkpoint) -> Checkpoint:
         parts = ", ".join(f"{part} ({count} tensors)" for part, count in left_out.items())
         warnings.warn(f"{checkpoint.folder}: the model reads text only; not loaded are {parts}", stacklevel=4)
     return replace(checkpoint, tensors=tensors)
+
+
+# ------------------------------------------------------------------------------------------------ mixtures of experts
+
+# Published files have a tensor for each matrix of each expert. In memory, as in transformers 5, the experts of a layer
+# are stacked, gate above up: (E, 2I, H), and down (E, H, I).
+_EXPERT = re.compile(r"(.*\.)(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
+_KINDS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+_STACKED = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
+
+
+def stacked_experts(checkpoint: Checkpoint) -> Checkpoint:
+    """Per-expert tensors as the stacked ones of the model: nothing but a list of byte ranges, each read into its place.
+
+    ``…block_sparse_moe.experts.0.w1.weight`` (Mixtral) and ``…mlp.experts.0.gate_proj.weight`` (Qwen) become parts of
+    ``…mlp.experts.gate_up_proj``; Mixtral's ``block_sparse_moe.gate.weight`` becomes ``mlp.gate.weight``. Names that
+    are stacked already stay. Raises CheckpointError for an expert that is missing or of another shape.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    layers: dict[str, dict[tuple[int, str], tuple[str, TensorInfo]]] = {}
+    for name, info in checkpoint.tensors.items():
+        if found := _EXPERT.fullmatch(name):
+            layers.setdefault(found[1], {})[int(found[2]), _KINDS[found[3]]] = name, info
+        else:
+            tensors[name.replace(".block_sparse_moe.", ".mlp.")] = info
+    for prefix, experts in layers.items():
+        count = 1 + max(number for number, _ in experts)
+        for target, kinds in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            wanted = [(number, kind) for number in range(count) for kind in kinds]
+            missing = [f"{kind} of expert {number}" for number, kind in wanted if (number, kind) not in experts]
+            if missing:
+                raise CheckpointError(
+                    f"{checkpoint.folder}: of the {count} experts of {prefix.rstrip('.')} {len(missing)} tensors are "
+                    f"missing, the first is {missing[0]}"
+                )
+            parts = [experts[key] for key in wanted]
+            shape = parts[0][1].shape
+            for name, info in parts:
+                if info.shape != shape or len(shape) != 2:
+                    raise CheckpointError(f"{info.file}: {name} is {list(info.shape)}, but {parts[0][0]} {list(shape)}")
+            shape = (count, len(kinds) * shape[0], shape[1])
+            tensors[f"{prefix}mlp.experts.{target}"] = TensorInfo.joined((info for _, info in parts), shape)
+    return replace(checkpoint, tensors=tensors)
+
+
+def to_expert_names(tensors: Mapping[str, torch.Tensor], *, mixtral: bool) -> dict[str, torch.Tensor]:
+    """Stacked experts under their published names, as views: the inverse of ``stacked_experts``.
+
+    ``mixtral`` says in whose names: w1, w3, w2 below block_sparse_moe, or gate_proj, up_proj, down_proj below mlp.
+    """
+    names = ("block_sparse_moe", "w1", "w3", "w2") if mixtral else ("mlp", "gate_proj", "up_proj", "down_proj")
+    block, gate, up, down = names
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        found = _STACKED.fullmatch(name)
+        if found is None:
+            out[name.replace(".mlp.gate.", f".{block}.gate.")] = tensor
+            continue
+        for number, expert in enumerate(tensor.unbind()):
+            prefix = f"{found[1]}{block}.experts.{number}"
+            parts = {down: expert} if found[2] == "down_proj" else dict(zip((gate, up), expert.chunk(2), strict=True))
+            out |= {f"{prefix}.{kind}.weight": part for kind, part in parts.items()}
+    return out

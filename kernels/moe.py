@@ -345,7 +345,7 @@ def _mlp(
     experts: torch.Tensor,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out (N, D), gate and up (M, 2I) if kept, order, position, ends)."""
+    """(out (N, D), gate and up (M, 2I) if kept, else empty, order, position, ends)."""
     k, (n_experts, two_i, _) = experts.shape[1], gate_up.shape
     order, position, ends = sort_by_expert(experts, n_experts)
     if order.shape[0] == 0:
@@ -382,10 +382,14 @@ def _mlp_backward(
     need_x, need_gate_up, need_down, _ = need
     dout = _gather(dout, order, k)  # (M, D)
     da = rows_by_group(dout, down.transpose(1, 2), ends)  # (M, I)
+    rows = None
+    if both.shape[0] == 0:  # not kept
+        rows = _gather(x, order, k)
+        both = rows_by_group(rows, gate_up, ends)
     dboth, dweights, product = _glu_backward(da, both, weights, order)
     ddown = weight_grad(dout, product, ends) if need_down else none
-    del dout, da, product
-    dgate_up = weight_grad(dboth, _gather(x, order, k), ends) if need_gate_up else none
+    del dout, da, product, both
+    dgate_up = weight_grad(dboth, _gather(x, order, k) if rows is None else rows, ends) if need_gate_up else none
     dx = _combine(rows_by_group(dboth, gate_up.transpose(1, 2), ends), None, position, k) if need_x else none
     return dx, dgate_up, ddown, dweights
 
@@ -475,13 +479,20 @@ def moe_route(logits: torch.Tensor, k: int, *, normalise: bool) -> tuple[torch.T
 
 
 def moe_mlp(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    *,
+    keep_gates: bool = True,
 ) -> torch.Tensor:
     """Each token through its experts' gated MLPs, weighted: (N, D).
 
     x (N, D); gate_up (E, 2I, D), in each expert gate first; down (E, D, I), all of one dtype of fp32, bf16, fp16;
     weights (N, k) fp32; experts (N, k) int32, k different ones a token, within 0 … E − 1 (not checked on CUDA).
     Returns x's dtype. An expert without tokens gets a gradient of zeros. Differentiable once, in all but experts.
+    Without ``keep_gates`` backward computes gate and up again: 4·M·D·I FLOP more, 2·M·I elements less kept.
 
     Raises LigerError where shapes or dtypes do not fit together.
     """
@@ -501,5 +512,5 @@ def moe_mlp(
     if not use_triton(x) or x.dtype == torch.float64:
         return moe_mlp_reference(x, gate_up, down, weights, experts)
     weights = weights.float().contiguous()
-    keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up, down, weights))
+    keep = keep_gates and torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up, down, weights))
     return _mlp_op(x, gate_up, down, weights, experts.contiguous(), keep)[0]

@@ -24,9 +24,11 @@ from ligermodels.llama import LigerLlama, LlamaConfig
 from ligermodels.llava import LigerLlava, LlavaConfig
 from ligermodels.llava_next import LigerLlavaNext, LlavaNextConfig
 from ligermodels.mistral import LigerMistral, MistralConfig
+from ligermodels.mixtral import LigerMixtral, MixtralConfig
 from ligermodels.phi3 import LigerPhi3, Phi3Config
 from ligermodels.qwen2 import LigerQwen2, Qwen2Config
 from ligermodels.qwen3 import LigerQwen3, Qwen3Config
+from ligermodels.qwen3_moe import LigerQwen3Moe, Qwen3MoeConfig
 from ligermodels.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
@@ -53,16 +55,20 @@ __all__ = [
     "LigerLlava",
     "LigerLlavaNext",
     "LigerMistral",
+    "LigerMixtral",
     "LigerPhi3",
     "LigerQwen2",
     "LigerQwen3",
+    "LigerQwen3Moe",
     "LlamaConfig",
     "LlavaConfig",
     "LlavaNextConfig",
     "MistralConfig",
+    "MixtralConfig",
     "Phi3Config",
     "Qwen2Config",
     "Qwen3Config",
+    "Qwen3MoeConfig",
     "Tokenizer",
     "from_hub",
     "from_pretrained",
@@ -71,6 +77,7 @@ __all__ = [
 MODELS: dict[str, type[CausalLM]] = {
     "llama": LigerLlama,
     "mistral": LigerMistral,
+    "mixtral": LigerMixtral,
     "gemma": LigerGemma,
     "gemma2": LigerGemma2,
     "gemma3_text": LigerGemma3,
@@ -83,6 +90,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "qwen3": LigerQwen3,
     "llava": LigerLlava,
     "llava_next": LigerLlavaNext,
+    "qwen3_moe": LigerQwen3Moe,
 }
 
 

@@ -152,6 +152,11 @@ class CausalLM(nn.Module):
         """Hook for families that read only a part of some folders: the tensors to load, under this model's names."""
         return to_model_names(weights)
 
+    @classmethod
+    def to_published_names(cls, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Hook for families whose files name or cut tensors otherwise than the model: what to write for them."""
+        return tensors
+
     def _load(self, weights: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         """Fill this meta model. All names and shapes are checked before the first byte is allocated."""
         expected = {name: tuple(p.shape) for name, p in self.named_parameters()}
@@ -191,6 +196,7 @@ class CausalLM(nn.Module):
         config = self.config.to_hf()
         config["dtype"] = config["torch_dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         extra = {"generation_config.json": self.generation_config} if self.generation_config else {}
+        tensors = self.to_published_names(tensors)
         save_checkpoint(folder, tensors, config, max_shard_size=max_shard_size, extra_json=extra)
 
     def tie_weights(self) -> None:
