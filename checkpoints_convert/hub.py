@@ -21,10 +21,11 @@ from ligermodels.checkpoints_convert.files import (
     SINGLE,
     other_layout,
     read_index,
+    read_json,
 )
-from ligermodels.errors import CheckpointError, HubError
+from ligermodels.errors import CheckpointError, ConfigError, HubError
 
-__all__ = ["download"]
+__all__ = ["download", "fetch_headers"]
 
 # What a model needs beside its weights; taken where present. Nothing else is ever fetched.
 _TEXT_FILES = (
@@ -89,6 +90,59 @@ def download(
             raise second from error
         warnings.warn(f"{reason}: using the cached copy {folder}", stacklevel=2)
         return folder
+
+
+def fetch_headers(
+    repo_id: str, *, revision: str | None = None, token: str | bool | None = None
+) -> tuple[dict, dict[str, dict[str, tuple[str, tuple[int, ...]]]]]:
+    """config.json and, per weight file, ``{tensor: (dtype, shape)}`` of a repository, without fetching its weights.
+
+    config.json and the index go to the hub's cache; of each safetensors file the header is asked for alone. Raises
+    HubError as ``download`` does, also for a repository of pickles (their shapes are all over the file).
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        SafetensorsParsingError,
+    )
+    from tqdm import tqdm
+
+    transport_error = HfHubHTTPError.__bases__[0]
+    api = HfApi(token=token)
+    request = _Request(api, repo_id, revision, token)
+    try:
+        info = api.model_info(repo_id, revision=revision)
+        present = {sibling.rfilename for sibling in info.siblings or ()}
+        if CONFIG not in present or not {INDEX, SINGLE} & present:
+            raise _no_weights(request, present)
+
+        def get(file: str) -> Path:
+            return Path(api.hf_hub_download(repo_id, file, revision=info.sha, etag_timeout=30))
+
+        folder = get(CONFIG).parent
+        files = [SINGLE]
+        if INDEX in present:
+            files = _shards(request, get(INDEX).parent, INDEX)
+        headers = {}
+        for file in tqdm(files, desc="reading headers", unit="file", disable=None if len(files) > 1 else True):
+            found = api.parse_safetensors_file_metadata(repo_id, file, revision=info.sha).tensors
+            headers[file] = {name: (str(t.dtype), tuple(t.shape)) for name, t in found.items()}
+        return read_json(folder / CONFIG, ConfigError), headers
+    except HFValidationError as error:
+        raise HubError(
+            f"{repo_id!r} is neither a folder nor the name of a repository: expected 'owner/name'"
+        ) from error
+    except SafetensorsParsingError as error:
+        raise HubError(f"{request.name} holds a broken weight file: {str(error).splitlines()[0]}") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, transport_error, OSError) as error:
+        answer = _http_error(error)
+        if answer is not None and answer.response.status_code < 500:
+            raise _explain(request, answer) from error
+        what = "is having trouble" if answer is not None else "cannot be reached"
+        raise HubError(f"the hub {what}, so {request.name} cannot be looked at; give a folder instead") from error
 
 
 class _Request:

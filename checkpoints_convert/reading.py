@@ -203,7 +203,9 @@ class _Readers:
             file.close()
 
     def submit(self, info: TensorInfo, target: torch.Tensor, name: str) -> list[Future]:
-        """Begin to fill ``target`` (flat)."""
+        """Begin to fill ``target`` (flat). On the meta device there is nothing to fill."""
+        if self.device.type == "meta":
+            return []
         ready = None
         if self.cuda:  # its memory may still be in use by what the current stream was asked for before
             ready = torch.cuda.current_stream(self.device).record_event()

@@ -21,9 +21,9 @@ from ligermodels.checkpoints_convert.files import content_hint, open_file
 from ligermodels.errors import CheckpointError
 
 # Bits per element, so that every header can be checked; only the four below them are weights.
-_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64, "C64": 64}
-_BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8}
-_BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F16": 16, "BF16": 16, "F32": 32, "F64": 64}
+BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64, "C64": 64}
+BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8}
+BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F16": 16, "BF16": 16, "F32": 32, "F64": 64}
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -199,9 +199,9 @@ def _check_entry(path: Path, name: str, body: str) -> Entry:
         good = False
     if not good:
         raise CheckpointError(f"{path}: the header's entry for tensor {name} is broken: {body[:200]}")
-    if kind not in _BITS:
+    if kind not in BITS:
         raise CheckpointError(f"{path}: tensor {name} has the unknown dtype {kind[:40]!r}")
-    expected = math.prod(shape) * _BITS[kind] // 8
+    expected = math.prod(shape) * BITS[kind] // 8
     if end - begin != expected:
         raise CheckpointError(
             f"{path}: tensor {name} ({kind}, {list(shape)!s:.99}) needs {expected} bytes, "

@@ -17,19 +17,68 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Where = Annotated[str, typer.Argument(metavar="REPO|FOLDER", help="a folder, or a repository of the hub: owner/name")]
+
+@app.command()
+def inspect(
+    where: Annotated[
+        str, typer.Argument(metavar="REPO|FOLDER", help="a folder, or a repository of the hub: owner/name")
+    ],
+    batch: Annotated[int, typer.Option(min=1, help="rows, for the memory of training and generation")] = 1,
+    seq: Annotated[int, typer.Option(min=1, help="tokens a row")] = 2048,
+    revision: Annotated[str | None, typer.Option(help="branch, tag or commit of the repository")] = None,
+    token: Annotated[str | None, typer.Option(help="of the hub; default: the one that `hf auth login` stored")] = None,
+) -> None:
+    """Family, parameters, dtype, shards and memory of a model, from headers alone: no weights are read or fetched."""
+    from ligermodels.inspection import cache_bytes, summarise, training_memory
+
+    s = summarise(where, revision=revision, token=token)
+    known = s.config is not None
+    rows = [("family", s.model_type + ("" if known else " (not in the zoo: cannot be loaded here)"))]
+    if known:
+        c = getattr(s.config, "text_config", s.config)
+        tied = ", tied" if c.tie_word_embeddings else ""
+        rows.append(
+            (
+                "shape",
+                f"{c.num_hidden_layers} layers, hidden {c.hidden_size}, {c.num_attention_heads} heads of {c.head_dim} "
+                f"({c.num_key_value_heads} for keys), vocabulary {c.vocab_size}{tied}",
+            )
+        )
+    kinds = ", ".join(f"{count} × {kind}" for kind, count in s.kinds.items())
+    rows += [
+        ("parameters", f"{s.parameters:,}"),
+        ("files", f"{len(s.files)}, {_size(sum(s.files.values()))} of tensors ({kinds})"),
+    ]
+    if s.quantised:
+        rows.append(("quantised", f"{s.quantised}; the parameters are counted as they are stored"))
+    rows += [("dtype", str(s.dtype).removeprefix("torch.")), ("to load", _size(s.weights))]
+    if known:
+        rows.append(("to generate", f"{_size(s.weights + cache_bytes(s, batch, seq))} at batch {batch} × {seq}"))
+        fast, block = (_size(training_memory(s, batch, seq, level)) for level in ("fast", "block"))
+        rows.append(("to train", f'about {fast} at batch {batch} × {seq} with AdamW; {block} with memory "block"'))
+    typer.echo(s.where)
+    for name, text in rows:
+        typer.echo(f"  {name:12} {text}")
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 @app.command()
-def inspect(where: Where) -> None:
-    """Family, parameters, dtype, shards and memory of a model, from headers alone."""
-    raise LigerError(f"cannot inspect {where} yet")
+def verify(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER")],
+    values: Annotated[bool, typer.Option("--values", help="read every weight too, to find NaN and infinity")] = False,
+) -> None:
+    """Check that a folder loads: every file, name and shape. Lists what is wrong; exit code 1 if anything is."""
+    from ligermodels.inspection import findings
 
-
-@app.command()
-def verify(folder: Annotated[str, typer.Argument(metavar="FOLDER")]) -> None:
-    """Check that a folder would load: every file, name and shape. Lists what is wrong; exit 1 if anything is."""
-    raise LigerError(f"cannot verify {folder} yet")
+    wrong = 0
+    for level, text in findings(folder, values=values):
+        wrong += level == "wrong"
+        typer.echo(f"{level:6} {text}")
+    if wrong:
+        raise typer.Exit(1)
 
 
 @app.command(

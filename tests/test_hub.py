@@ -1,6 +1,7 @@
 """``download`` against a small hub on 127.0.0.1 that demands a token on every request."""
 
 import json
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ class Hub:
     refuse: dict[str, tuple[int, str, str]] = field(default_factory=dict)
     token: str | None = None
     requests: list[tuple[str, str]] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=dict)  # bytes of each file
 
     def answer(self, path: str, token: str | None) -> tuple[int, dict[str, str], bytes]:
         if self.token is not None and token is not None and token != self.token:
@@ -90,6 +92,11 @@ def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
             state.requests.append((self.command, path))
             authorization = self.headers.get("authorization")
             status, headers, body = state.answer(path, authorization.removeprefix("Bearer ") if authorization else None)
+            part = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
+            if part and status == 200:
+                status, body = 206, body[int(part[1]) : int(part[2]) + 1]
+            if self.command == "GET" and "/resolve/" in path:
+                state.sent[path.rpartition("/")[2]] = len(body)
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
