@@ -1,33 +1,43 @@
-"""``python -m ligermodels.checkpoints_convert FILE.gguf FOLDER``: convert a GGUF into a Hugging Face folder."""
+"""``python -m ligermodels.checkpoints_convert SOURCE TARGET --to hf|meta|mistral|gguf|chatglm``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-import torch
-
-from ligermodels.checkpoints_convert.from_gguf import convert_gguf
+from ligermodels.checkpoints_convert.convert import SOURCES, TARGETS, convert
+from ligermodels.checkpoints_convert.to_gguf import KINDS
 from ligermodels.errors import LigerError
+
+_ABOUT = """\
+Convert a model from one layout to another. What SOURCE is is seen from what it holds:
+  hf        a folder of Hugging Face layout      chatglm  the same with the names of ChatGLM's own code
+  meta      params.json, consolidated.00.pth …   mistral  params.json, consolidated.safetensors
+  gguf      one file of llama.cpp, any quantisation
+  litgpt    lit_model.pth, model_config.yaml     adapter  a LoRA adapter of PEFT, merged into its base
+An interrupted conversion continues when it is run again; nothing is overwritten without --force."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Convert as the command line says; return the exit code (1 after an error, which is printed)."""
     parser = argparse.ArgumentParser(
-        prog="python -m ligermodels.checkpoints_convert",
-        description="Convert a GGUF file (Llama family, Gemma 3) into a folder in Hugging Face layout.",
+        prog="ligermodels convert", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", metavar="FILE.gguf", help="the GGUF to read")
-    parser.add_argument("folder", metavar="FOLDER", help="the folder to write")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--force", action="store_true", help="replace a model that FOLDER already holds")
-    options = parser.parse_args(arguments)
+    parser.add_argument("source", metavar="SOURCE", help="the file or folder to read")
+    parser.add_argument("target", metavar="TARGET", help="the folder (for gguf: the file) to write")
+    parser.add_argument("--to", choices=TARGETS, default="hf", help="the layout to write (default: hf)")
+    parser.add_argument("--from", dest="from_", choices=("auto", *SOURCES), default="auto", help="instead of looking")
+    parser.add_argument("--dtype", choices=tuple(KINDS), help="default: the source's; q8_0 only to gguf")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help='such as "5GB"; meta: files of tensor parallelism')
+    parser.add_argument("--base", metavar="FOLDER", help="the model that an adapter is for, if it names none here")
+    parser.add_argument("--force", action="store_true", help="replace a model that TARGET already holds")
+    options = vars(parser.parse_args(arguments))
     try:
-        folder = convert_gguf(options.file, options.folder, dtype=getattr(torch, options.dtype), force=options.force)
+        written = convert(options.pop("source"), options.pop("target"), **options)
     except LigerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"wrote {folder}")
+    print(f"wrote {written}")
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ligermodels.checkpoints_convert.hf import _content_hint
+from ligermodels.checkpoints_convert.streamed import to_dtype
 from ligermodels.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -33,8 +36,30 @@ class GGUFTensor:
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     """Metadata (key → number, bool, text or list) and tensors of a little-endian GGUF. The file stays mapped.
 
-    Raises CheckpointError if the package gguf is missing and if the file is not a GGUF, damaged or cut short.
+    Of a model split over several files, ``path`` names the first, NAME-00001-of-0000N.gguf; the others lie beside it.
+    Raises CheckpointError if the package gguf is missing and if a file is not a GGUF, damaged, cut short or missing.
     """
+    metadata, tensors = _read_one(path)
+    count = metadata.get("split.count", 1)
+    if count == 1:
+        return metadata, tensors
+    named = re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if named is None or metadata.get("split.no") != 0 or named[3] != f"{count:05d}":
+        raise CheckpointError(f"{path} is a part of {count}: give the first, NAME-00001-of-{count:05d}.gguf")
+    others = [path.with_name(f"{named[1]}-{part:05d}-of-{named[3]}.gguf") for part in range(2, count + 1)]
+    missing = [other.name for other in others if not other.is_file()]
+    if missing:
+        raise CheckpointError(f"{path} is a part of {count}, of which are missing: {', '.join(missing[:5])}")
+    for other in others:
+        more = _read_one(other)[1]
+        twice = tensors.keys() & more.keys()
+        if twice:
+            raise CheckpointError(f"{other}: tensor {min(twice)} is in another part, too")
+        tensors |= more
+    return metadata, tensors
+
+
+def _read_one(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     try:
         import gguf  # noqa: F401 - whether it is there
     except ImportError as error:
@@ -81,24 +106,33 @@ def _open(path: Path) -> GGUFReader:
         return Reader(path)
 
 
-def load_tensor(path: Path, tensor: GGUFTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantise one tensor of the file ``path``, a slice of rows at a time.
+def load_tensor(
+    path: Path, tensor: GGUFTensor, dtype: torch.dtype, rows: tuple[int, int] | None = None, offset: float = 0.0
+) -> torch.Tensor:
+    """Dequantise one tensor of the file ``path``, or some of its rows (all dimensions but the last are rows).
 
-    Raises CheckpointError if the package cannot dequantise this kind.
+    ``offset`` is added in fp32, before the numbers are rounded to ``dtype``. With ``rows`` the result has two
+    dimensions. Raises CheckpointError if the package cannot dequantise this kind, and for an overflow of ``dtype``.
     """
     import numpy as np
     from gguf.quants import dequantize
 
-    result = torch.empty(tensor.shape, dtype=dtype, device="cpu")
-    rows = result.view(-1, tensor.shape[-1])
-    blocks = tensor.data.reshape(len(rows), -1)
-    step = max(1, _SLICE // tensor.shape[-1])
-    for begin in range(0, len(rows), step):
+    width = tensor.shape[-1]
+    begin, end = rows or (0, math.prod(tensor.shape[:-1]))
+    result = torch.empty((end - begin, width), dtype=dtype, device="cpu")
+    blocks = tensor.data.reshape(math.prod(tensor.shape[:-1]), -1)
+    step = max(1, _SLICE // width)
+    for start in range(begin, end, step):
+        stop = min(start + step, end)
         try:
             # a copy, since torch warns of memory that it must not write to
-            values = dequantize(np.array(blocks[begin : begin + step]), tensor.kind)
+            values = torch.from_numpy(dequantize(np.array(blocks[start:stop]), tensor.kind))
         except NotImplementedError as error:
             kind = tensor.kind.name
             raise CheckpointError(f"{path}: tensor {tensor.name} is {kind}, which gguf cannot dequantise") from error
-        rows[begin : begin + step].copy_(torch.from_numpy(values))
-    return result
+        if offset:
+            values += offset
+        if values.dtype != torch.float32:
+            values = values.float()
+        result[start - begin : stop - begin] = to_dtype(values, dtype, f"{path}: tensor {tensor.name}")
+    return result if rows else result.view(tensor.shape)

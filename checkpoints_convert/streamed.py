@@ -24,16 +24,16 @@ from ligermodels.checkpoints_convert.hf import (
     CONFIG,
     INDEX,
     Checkpoint,
+    TensorInfo,
     _listed,
-    _parse_size,
     _plan_shards,
     _read_header,
-    _read_json,
-    _to_json,
-    _write_bytes,
     _write_safetensors,
     open_checkpoint,
 )
+from ligermodels.checkpoints_convert.hf import _parse_size as parse_size
+from ligermodels.checkpoints_convert.hf import _to_json as json_bytes
+from ligermodels.checkpoints_convert.hf import _write_bytes as write_bytes
 from ligermodels.errors import CheckpointError
 
 __all__ = ["Source", "WorkFolder", "expect_shapes", "from_checkpoint", "open_hf", "write_hf", "write_shards"]
@@ -230,7 +230,7 @@ def write_hf(
     At most one tensor is held at a time. Raises CheckpointError for a target that is taken, and as the source's
     ``make`` does.
     """
-    text = _to_json(source.config, CONFIG)
+    text = json_bytes(source.config, CONFIG)
     return write_shards(source, target, "model", (CONFIG, text), max_shard_size=max_shard_size, force=force, plan=plan)
 
 
@@ -250,7 +250,7 @@ def write_shards(
     """
     shards = {
         name.replace("model", stem, 1): tensors
-        for name, tensors in _plan_shards(source.tensors, _parse_size(max_shard_size)).items()
+        for name, tensors in _plan_shards(source.tensors, parse_size(max_shard_size)).items()
     }
     texts = dict([config])
     if len(shards) > 1:
@@ -258,10 +258,10 @@ def write_shards(
             "metadata": {"total_size": sum(t.numel() * t.element_size() for t in source.tensors.values())},
             "weight_map": {name: file for file, names in shards.items() for name in names},
         }
-        texts[f"{stem}.safetensors.index.json"] = _to_json(index, INDEX)
+        texts[f"{stem}.safetensors.index.json"] = json_bytes(index, INDEX)
     for name, content in source.files.items():
         if isinstance(content, dict):
-            texts[name] = _to_json(content, name)
+            texts[name] = json_bytes(content, name)
     copies = {name: path for name, path in source.files.items() if isinstance(path, Path) and name not in texts}
     layout = {name: [str(t.dtype), list(t.shape)] for name, t in source.tensors.items()}
     work = WorkFolder(
@@ -289,7 +289,7 @@ def write_shards(
             _write_safetensors(unfinished, wanted, make)
             os.replace(unfinished, work.path / file)
         for name, text in texts.items():
-            _write_bytes(work.path / name, text)
+            write_bytes(work.path / name, text)
         for name, path in copies.items():
             shutil.copyfile(path, work.path / name)
     return target
@@ -319,9 +319,50 @@ def _is_finished(path: Path, wanted: Mapping[str, torch.Tensor]) -> bool:
     return found == {name: (_DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in wanted.items()}
 
 
-def read_json(path: Path) -> dict:
-    """A JSON object. Raises CheckpointError naming the file."""
-    return _read_json(path, CheckpointError)
+def open_files(folder: Path, stem: str) -> dict[str, TensorInfo]:
+    """The tensors of ``stem``.safetensors, or of the files that its index names: headers are read and checked.
+
+    Raises CheckpointError naming the file that is missing or broken, or a tensor that is not of a floating dtype.
+    """
+    index = folder / f"{stem}.safetensors.index.json"
+    files = [f"{stem}.safetensors"]
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(file, str) and re.fullmatch(r"[\w.-]+\.safetensors", file) for file in weight_map.values()
+        ):
+            raise CheckpointError(f'{index}: "weight_map" must map tensor names to .safetensors files of the folder')
+        files = sorted(set(weight_map.values()))
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        raise CheckpointError(f"{folder} lacks {_listed(missing)}")
+    tensors: dict[str, TensorInfo] = {}
+    dtypes = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+    for file in files:
+        for name, (kind, shape, start, end) in _read_header(folder / file).items():
+            if kind not in dtypes:
+                raise CheckpointError(f"{folder / file}: tensor {name} is {kind}: expected a floating dtype")
+            if name in tensors:
+                raise CheckpointError(f"{folder / file}: tensor {name} is in {tensors[name].file.name}, too")
+            tensors[name] = TensorInfo(folder / file, dtypes[kind], shape, start, end)
+    return tensors
+
+
+def read_json(path: Path, limit: int = 50_000_000) -> dict:
+    """The JSON object in ``path``, of at most ``limit`` bytes. Raises CheckpointError naming the file."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if size > limit:
+        raise CheckpointError(f"{path} has {size} bytes, more than the {limit} that such a file may have")
+    try:
+        value = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, found {type(value).__name__}")
+    return value
 
 
 def fingerprint(*paths: Path) -> list:
