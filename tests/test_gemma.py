@@ -165,7 +165,7 @@ def test_the_embedding_is_scaled_by_the_root_of_its_width_rounded_to_bf16(hidden
 
 @pytest.mark.parametrize("published", [True, False], ids=["names as published", "names as transformers 5 has them"])
 def test_the_text_tower_of_a_vision_language_folder(folder_of_all, ids, tmp_path, published):
-    """Equal numbers without an image, a warning that names what is left out, and a gemma3_text folder when saved."""
+    """Without a vision_config: equal numbers, a warning that names what is left out, and a gemma3_text folder."""
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
@@ -174,11 +174,12 @@ def test_the_text_tower_of_a_vision_language_folder(folder_of_all, ids, tmp_path
     if not published:
         tensors = {n: p.contiguous() for n, p in hf.named_parameters() if n != "lm_head.weight"}
     assert any(name.startswith("language_model.model." if published else "model.language_model.") for name in tensors)
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "vision_config"}))
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.warns(UserWarning, match=r"not loaded are .*vision_tower \(\d+ tensors\)"):
         ours = ligermodels.from_pretrained(tmp_path)
-    assert isinstance(ours, LigerGemma3)
+    assert type(ours) is LigerGemma3  # with a vision_config: see test_vision.py
     assert ours.config.eos_token_id == [1, 6]
     with torch.no_grad():
         expected = hf(input_ids=ids).logits
@@ -199,9 +200,14 @@ def test_a_tensor_that_is_there_twice_is_named(folder_of_all, tmp_path):
     _, folder = folder_of_all
     tensors = load_file(folder / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    save_file(tensors | {"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight twice"):
-        LigerGemma3.from_pretrained(tmp_path)
+    twice = {"model.norm.weight": torch.ones(64), "model.language_model.norm.weight": torch.ones(64)}
+    save_file(tensors | twice, tmp_path / "model.safetensors")
+    for vision in (True, False):  # the whole model, and the text tower alone
+        with pytest.raises(CheckpointError, match=r"model\.norm\.weight twice"):
+            LigerGemma3.from_pretrained(tmp_path)
+        config = json.loads((folder / "config.json").read_text())
+        if vision:
+            (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "vision_config"}))
 
 
 PUBLISHED = check.published("gemma", "gemma2", "gemma3_text")
