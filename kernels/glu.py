@@ -97,8 +97,9 @@ def _forward_kernel(
     ACT: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(n_cols, BLOCK)
-    row = tl.program_id(0).to(tl.int64) // tiles
-    cols = tl.program_id(0).to(tl.int64) % tiles * BLOCK + tl.arange(0, BLOCK)
+    # divided as 32-bit numbers: in 64 bits it takes a microsecond, as long as small inputs themselves
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    cols = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < n_cols
     gate = tl.load(gate_ptr + row * gate_row + cols * gate_col, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + cols * up_col, mask=mask, other=0.0).to(tl.float32)
@@ -113,8 +114,9 @@ def _backward_kernel(
     ACT: tl.constexpr, PRECISE: tl.constexpr, EMIT_PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(n_cols, BLOCK)
-    row = tl.program_id(0).to(tl.int64) // tiles
-    cols = tl.program_id(0).to(tl.int64) % tiles * BLOCK + tl.arange(0, BLOCK)
+    # divided as 32-bit numbers: in 64 bits it takes a microsecond, as long as small inputs themselves
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    cols = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < n_cols
     dout = tl.load(dout_ptr + row * dout_row + cols * dout_col, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_row + cols * gate_col, mask=mask, other=0.0).to(tl.float32)
@@ -125,6 +127,16 @@ def _backward_kernel(
     tl.store(dup_ptr + row * d_row + cols, (dout * value).to(dtype), mask=mask)
     if EMIT_PRODUCT:
         tl.store(product_ptr + row * n_cols + cols, (value * up).to(dtype), mask=mask)
+
+
+def _glu_backward_into(grad, gate, up, act, dgate, dup, product) -> None:
+    if gate.numel():
+        views = _view(grad, gate, up, dgate, dup)
+        _launch(
+            _backward_kernel, views[1], *views, dgate if product is None else product, views[1].shape[1],
+            *views[0].stride(), *views[1].stride(), *views[2].stride(), views[3].stride(0),
+            ACT=act, EMIT_PRODUCT=product is not None,
+        )  # fmt: skip
 
 
 def _view(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -219,6 +231,12 @@ _backward_op = register(
     lambda dout, gate, up, act, emit: (gate.new_empty(gate.shape), up.new_empty(up.shape), _fake_product(gate, emit)),
     backward=no_second_derivative,
 )
+_backward_into_op = register(
+    "glu_backward_into(Tensor grad, Tensor gate, Tensor up, int act, Tensor(a!) dgate, Tensor(b!) dup, "
+    "Tensor(c!)? product) -> ()",
+    _glu_backward_into,
+    lambda *_: None,
+)
 _packed_backward_op = register(
     "glu_packed_backward(Tensor dout, Tensor gate_up, int act, bool emit_product) -> (Tensor, Tensor)",
     _glu_packed_backward,
@@ -286,3 +304,39 @@ def swiglu_backward(
             dgate, dup = torch.autograd.grad(product, leaves, grad)
         product = product.detach()
     return dgate, dup, product if emit_product else None
+
+
+_ACTIVATIONS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "gelu": _GELU_ERF}
+
+
+def glu(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """``swiglu`` ("silu") or ``geglu`` ("gelu_tanh", "gelu"), by name."""
+    return _glu_of("glu", gate, up, _ACTIVATIONS[activation])
+
+
+def glu_backward_into(
+    grad: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    *,
+    dgate: torch.Tensor,
+    dup: torch.Tensor,
+    product: torch.Tensor | None = None,
+) -> None:
+    """The gradients of ``glu`` and, on request, its result again, in one pass into given buffers. Not differentiable.
+
+    All (N, I); dgate and dup with one row stride for both and neighbouring columns, product contiguous. Elements are
+    read before they are written, each by one program: dgate may be gate's own memory, dup up's and product grad's.
+    """
+    act = _ACTIVATIONS[activation]
+    if use_triton(gate) and gate.dtype != torch.float64:
+        _backward_into_op(grad, gate, up, act, dgate, dup, product)
+        return
+    with torch.enable_grad():
+        leaves = gate.detach().requires_grad_(), up.detach().requires_grad_()
+        again = _reference(*leaves, act)
+        found = torch.autograd.grad(again, leaves, grad)
+    for buffer, value in zip((dgate, dup, product), (*found, again.detach()), strict=True):
+        if buffer is not None:
+            buffer.copy_(value)

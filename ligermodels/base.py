@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ligermodels import generation
 from ligermodels.checkpoints_convert.hf import Checkpoint, check_names, open_checkpoint, read_config, save_checkpoint
@@ -31,8 +31,10 @@ from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.layers.attention import Visibility, check_cu_seqlens, document_positions, visibility
 from ligermodels.layers.cache import KVCache
-from ligermodels.layers.memory import LEVELS
+from ligermodels.layers.memory import can_keep_attention, run_again, set_level, split_level
+from ligermodels.layers.offload import Offload, apart_of
 from ligermodels.layers.rotary import RotaryEmbedding
+from ligermodels.planner import Plan, plan_memory
 
 _AHEAD = 256 << 20  # bytes of weights that are read while others are put in place
 
@@ -75,7 +77,8 @@ class CausalLM(nn.Module):
             )
         self.config = config
         self.generation_config: dict[str, Any] = {}
-        self.activation_memory = "fast"
+        self.activation_memory: str | tuple[str, ...] = "fast"
+        self._offload: Offload | None = None
         self._ids_checked = False
 
     # ---------------------------------------------------------------------------------------------- loading, saving
@@ -293,24 +296,53 @@ class CausalLM(nn.Module):
 
     # ------------------------------------------------------------------------------------------------------ forward
 
-    def set_activation_memory(self, level: str) -> None:
-        """What is recomputed in backward: "none", "fast" (norms and gated products), "block" (all but block inputs).
+    def set_activation_memory(self, level: str | Sequence[str], *, lag: int = 1) -> None:
+        """What backward recomputes: one level for all layers, or one for each. ``fit_memory`` chooses for a budget.
 
-        "fast", the default, costs one memory-bound pass per norm and product; "block" costs a second forward.
+        "none"; "fast" (norms and gated products, the default: costs one memory-bound pass each); "mlp" (gate and up
+        too); "attention" (all but attention, whose output is kept); "block" (all: a second forward). Each but "none"
+        also with "+offload": what is kept then waits in pinned host memory; ``lag`` says for how many layers of compute
+        a copy may take. See ``ligermodels.layers.memory``. Raises LigerError for an unknown level or a wrong count.
         """
-        if level not in LEVELS:
-            raise LigerError(f"activation memory level must be one of {', '.join(LEVELS)}, found {level!r}")
-        self.activation_memory = level
-        for module in self.model.layers.modules():
-            if hasattr(module, "recompute"):
-                module.recompute = level == "fast"
+        layers = self.model.layers
+        levels = [level] * len(layers) if isinstance(level, str) else list(level)
+        if len(levels) != len(layers):
+            raise LigerError(f"{len(levels)} activation memory levels given for {len(layers)} layers")
+        offloads = [split_level(level)[1] for level in levels]
+        self.activation_memory = levels[0] if len(set(levels)) == 1 else tuple(levels)
+        self._offload = Offload(lag) if any(offloads) else None
+        for layer, level in zip(layers, levels, strict=True):
+            set_level(layer, level)
 
-    def run_layer(self, layer: nn.Module, x: torch.Tensor, context: Context) -> torch.Tensor:
-        """One block, under activation checkpointing where that is asked for and a gradient is recorded."""
-        if self.activation_memory == "block" and torch.is_grad_enabled() and context.cache is None:
-            random = self.training and self.config.drops
-            return checkpoint(layer, x, context, use_reentrant=False, preserve_rng_state=random)
-        return layer(x, context)
+    def fit_memory(self, budget_gib: float, batch: int, seq: int, **options: Any) -> Plan:
+        """Choose what each layer keeps, recomputes and offloads: the fastest step of (batch, seq) within the budget.
+
+        Sets it, prints it and returns the plan. See ``ligermodels.planner.plan_memory`` for the options.
+        """
+        plan = plan_memory(self, budget_gib, batch, seq, **options)
+        self.set_activation_memory(plan.levels, lag=plan.lag)
+        print(plan)
+        return plan
+
+    def run_layer(self, layer: nn.Module, x: torch.Tensor, context: Context) -> Any:
+        """One block, at the activation memory level that was set for it, if a gradient is recorded."""
+        if not torch.is_grad_enabled() or context.cache is not None:
+            return layer(x, context)
+        level, offloaded = split_level(getattr(layer, "activation_memory", "fast"))
+        again = level in ("attention", "block")
+        keep_attention = level == "attention" and can_keep_attention(layer, x, context.visible)
+        if torch.compiler.is_compiling() or self._offload is None:
+            return run_again(layer, x, context, keep_attention=keep_attention) if again else layer(x, context)
+        if layer is self.model.layers[0]:
+            self._offload.begin()
+        scope = self._offload.scope(apart_of(layer, context)) if offloaded else None
+        with scope.hooks() if scope else contextlib.nullcontext():
+            if again:
+                out = run_again(layer, x, context, keep_attention=keep_attention, pack=scope.pack if scope else None)
+            else:
+                out = layer(x, context)
+        self._offload.passed(scope, out[0] if isinstance(out, tuple) else out)
+        return out
 
     def prepare(
         self,

@@ -16,10 +16,9 @@ from torch import nn
 from ligermodels.base import CausalLM, CausalLMOutput
 from ligermodels.config import Config
 from ligermodels.errors import ConfigError
-from ligermodels.kernels import geglu
 from ligermodels.layers.cache import KVCache
 from ligermodels.layers.embedding import Embedding
-from ligermodels.layers.memory import recompute
+from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.rotary import RotaryEmbedding
 from ligermodels.llama import LlamaBlock
@@ -79,20 +78,18 @@ def gemma_norm(config: GemmaConfig) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0, casting="gemma")
 
 
-class GemmaMLP(nn.Module):
+class GemmaMLP(GatedMLP):
+    """down(gelu(gate(h)) · up(h)): (B, S, H) -> (B, S, H)."""
+
     def __init__(self, config: GemmaConfig):
         super().__init__()
         H, intermediate = config.hidden_size, config.intermediate_size
         self.gate_proj = nn.Linear(H, intermediate, bias=False)
         self.up_proj = nn.Linear(H, intermediate, bias=False)
         self.down_proj = nn.Linear(intermediate, H, bias=False)
-        self.recompute = True
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_proj(h), self.up_proj(h)  # (B, S, I) each
-        product = geglu(gate, up)
-        with recompute(product, lambda: geglu(gate, up), enabled=self.recompute):
-            return self.down_proj(product)
+        return self.gated(h, (self.gate_proj, self.up_proj), self.down_proj, "gelu_tanh")  # (B, S, I) inside
 
 
 class GemmaBlock(LlamaBlock):

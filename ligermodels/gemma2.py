@@ -21,6 +21,7 @@ from ligermodels.gemma import GemmaConfig, GemmaMLP, ScaledEmbedding, gemma_norm
 from ligermodels.kernels import rope
 from ligermodels.layers.attention import attention
 from ligermodels.layers.cache import KVCache
+from ligermodels.layers.linear import linears
 from ligermodels.layers.memory import recompute
 from ligermodels.layers.rotary import RotaryEmbedding
 
@@ -79,9 +80,10 @@ class Gemma2Attention(nn.Module):
         self.dropout = config.attention_dropout
 
     def forward(self, h: torch.Tensor, context: Context) -> torch.Tensor:
-        q = rearrange(self.q_proj(h), "b s (a d) -> b s a d", d=self.head_dim)  # (B, S, H) -> (B, S, A, D)
-        k = rearrange(self.k_proj(h), "b s (k d) -> b s k d", d=self.head_dim)  # (B, S, K, D)
-        v = rearrange(self.v_proj(h), "b s (k d) -> b s k d", d=self.head_dim)
+        q, k, v = linears(h, self.q_proj, self.k_proj, self.v_proj)
+        q = rearrange(q, "b s (a d) -> b s a d", d=self.head_dim)  # (B, S, A·D) -> (B, S, A, D)
+        k = rearrange(k, "b s (k d) -> b s k d", d=self.head_dim)  # (B, S, K, D)
+        v = rearrange(v, "b s (k d) -> b s k d", d=self.head_dim)
         q, k = rope(q, k, context.cos, context.sin)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)  # (B, past + S, K, D)
@@ -107,11 +109,11 @@ class Gemma2Block(nn.Module):
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         h = self.input_layernorm(x)
-        with recompute(h, lambda: self.input_layernorm(x), enabled=self.recompute):
+        with recompute(h, self.input_layernorm, x, enabled=self.recompute):
             attended = self.self_attn(h, context)
         attended = self.post_attention_layernorm(attended)
         h, residual = self.pre_feedforward_layernorm(attended, x)  # residual = x + attended, in the same pass
-        with recompute(h, lambda: self.pre_feedforward_layernorm(residual), enabled=self.recompute):
+        with recompute(h, self.pre_feedforward_layernorm, residual, enabled=self.recompute):
             out = self.mlp(h)
         return residual + self.post_feedforward_layernorm(out)
 

@@ -31,6 +31,7 @@ from ligermodels.gemma2 import LAYER_TYPES, Gemma2Block, Gemma2Config
 from ligermodels.kernels import qk_norm_rope
 from ligermodels.layers.attention import attention
 from ligermodels.layers.cache import KVCache
+from ligermodels.layers.linear import linears
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.rotary import RotaryEmbedding, parse_rope
 
@@ -112,9 +113,10 @@ class Gemma3Attention(nn.Module):
         self.window, self.dropout = config.window(layer), config.attention_dropout
 
     def forward(self, h: torch.Tensor, context: Context) -> torch.Tensor:
-        q = rearrange(self.q_proj(h), "b s (a d) -> b s a d", d=self.head_dim)  # (B, S, H) -> (B, S, A, D)
-        k = rearrange(self.k_proj(h), "b s (k d) -> b s k d", d=self.head_dim)  # (B, S, K, D)
-        v = rearrange(self.v_proj(h), "b s (k d) -> b s k d", d=self.head_dim)
+        q, k, v = linears(h, self.q_proj, self.k_proj, self.v_proj)
+        q = rearrange(q, "b s (a d) -> b s a d", d=self.head_dim)  # (B, S, A·D) -> (B, S, A, D)
+        k = rearrange(k, "b s (k d) -> b s k d", d=self.head_dim)  # (B, S, K, D)
+        v = rearrange(v, "b s (k d) -> b s k d", d=self.head_dim)
         q, k = qk_norm_rope(
             q, k, self.q_norm.weight, self.k_norm.weight, context.cos, context.sin, self.q_norm.eps,
             offset=1.0, casting="gemma",

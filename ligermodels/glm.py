@@ -30,6 +30,7 @@ from ligermodels.config import Config
 from ligermodels.errors import ConfigError
 from ligermodels.kernels import rope
 from ligermodels.layers.attention import attention
+from ligermodels.layers.linear import linears
 from ligermodels.llama import LigerLlama, LlamaBlock
 from ligermodels.phi3 import Phi3MLP
 
@@ -128,9 +129,10 @@ class GlmAttention(nn.Module):
         self.dropout = config.attention_dropout
 
     def forward(self, h: torch.Tensor, context: Context) -> torch.Tensor:
-        q = rearrange(self.q_proj(h), "b s (a d) -> b s a d", d=self.head_dim)  # (B, S, H) -> (B, S, A, D)
-        k = rearrange(self.k_proj(h), "b s (k d) -> b s k d", d=self.head_dim)  # (B, S, K, D)
-        v = rearrange(self.v_proj(h), "b s (k d) -> b s k d", d=self.head_dim)
+        q, k, v = linears(h, self.q_proj, self.k_proj, self.v_proj)
+        q = rearrange(q, "b s (a d) -> b s a d", d=self.head_dim)  # (B, S, A·D) -> (B, S, A, D)
+        k = rearrange(k, "b s (k d) -> b s k d", d=self.head_dim)  # (B, S, K, D)
+        v = rearrange(v, "b s (k d) -> b s k d", d=self.head_dim)
         q, k = rope(q, k, context.cos, context.sin, interleaved=True)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)  # (B, past + S, K, D)

@@ -34,6 +34,8 @@ class Glm4Config(GlmConfig):
 
 
 class Glm4Block(GlmBlock):
+    ends_with_mlp = False  # a norm follows
+
     def __init__(self, config: Glm4Config, layer: int):
         super().__init__(config, layer)
         self.post_self_attn_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -41,11 +43,11 @@ class Glm4Block(GlmBlock):
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         h = self.input_layernorm(x)
-        with recompute(h, lambda: self.input_layernorm(x), enabled=self.recompute):
+        with recompute(h, self.input_layernorm, x, enabled=self.recompute):
             attended = self.self_attn(h, context)
         attended = self.post_self_attn_layernorm(attended)
         h, residual = self.post_attention_layernorm(attended, x)  # residual = x + attended, in the same pass
-        with recompute(h, lambda: self.post_attention_layernorm(residual), enabled=self.recompute):
+        with recompute(h, self.post_attention_layernorm, residual, enabled=self.recompute):
             fed = self.mlp(h)
         return residual + self.post_mlp_layernorm(fed)
 

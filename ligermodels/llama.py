@@ -19,11 +19,13 @@ from torch import nn
 from ligermodels.base import CausalLM, CausalLMOutput, Context
 from ligermodels.config import Config
 from ligermodels.errors import ConfigError
-from ligermodels.kernels import rope, swiglu
+from ligermodels.kernels import rope
 from ligermodels.layers.attention import attention
 from ligermodels.layers.cache import KVCache
 from ligermodels.layers.embedding import Embedding
+from ligermodels.layers.linear import linears
 from ligermodels.layers.memory import recompute
+from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.rotary import RotaryEmbedding
 
@@ -61,9 +63,10 @@ class LlamaAttention(nn.Module):
         self.dropout = config.attention_dropout
 
     def forward(self, h: torch.Tensor, context: Context) -> torch.Tensor:
-        q = rearrange(self.q_proj(h), "b s (a d) -> b s a d", d=self.head_dim)  # (B, S, H) -> (B, S, A, D)
-        k = rearrange(self.k_proj(h), "b s (k d) -> b s k d", d=self.head_dim)  # (B, S, K, D)
-        v = rearrange(self.v_proj(h), "b s (k d) -> b s k d", d=self.head_dim)
+        q, k, v = linears(h, self.q_proj, self.k_proj, self.v_proj)
+        q = rearrange(q, "b s (a d) -> b s a d", d=self.head_dim)  # (B, S, A·D) -> (B, S, A, D)
+        k = rearrange(k, "b s (k d) -> b s k d", d=self.head_dim)  # (B, S, K, D)
+        v = rearrange(v, "b s (k d) -> b s k d", d=self.head_dim)
         q, k = rope(q, k, context.cos, context.sin)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)  # (B, past + S, K, D)
@@ -72,7 +75,7 @@ class LlamaAttention(nn.Module):
         return self.o_proj(rearrange(out, "b s a d -> b s (a d)"))
 
 
-class LlamaMLP(nn.Module):
+class LlamaMLP(GatedMLP):
     """down(silu(gate(h)) · up(h)): (B, S, H) -> (B, S, H)."""
 
     def __init__(self, config: LlamaConfig):
@@ -81,14 +84,9 @@ class LlamaMLP(nn.Module):
         self.gate_proj = nn.Linear(H, intermediate, bias=config.mlp_bias)
         self.up_proj = nn.Linear(H, intermediate, bias=config.mlp_bias)
         self.down_proj = nn.Linear(intermediate, H, bias=config.mlp_bias)
-        self.recompute = True
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_proj(h), self.up_proj(h)  # (B, S, I) each
-        product = swiglu(gate, up)
-        # Forward as usual; only what autograd would keep of the product is dropped, and rebuilt in backward.
-        with recompute(product, lambda: swiglu(gate, up), enabled=self.recompute):
-            return self.down_proj(product)
+        return self.gated(h, (self.gate_proj, self.up_proj), self.down_proj, "silu")  # (B, S, I) inside
 
 
 class LlamaBlock(nn.Module):
@@ -96,6 +94,7 @@ class LlamaBlock(nn.Module):
 
     attention_class: ClassVar[type[nn.Module]] = LlamaAttention  # families that differ here alone put theirs
     mlp_class: ClassVar[type[nn.Module]] = LlamaMLP
+    ends_with_mlp: ClassVar[bool] = True  # what the MLP gives is only added: running again for backward needs it not
 
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
@@ -107,10 +106,10 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         h = self.input_layernorm(x)
-        with recompute(h, lambda: self.input_layernorm(x), enabled=self.recompute):
+        with recompute(h, self.input_layernorm, x, enabled=self.recompute):
             attended = self.self_attn(h, context)
         h, residual = self.post_attention_layernorm(attended, x)  # residual = x + attended, in the same pass
-        with recompute(h, lambda: self.post_attention_layernorm(residual), enabled=self.recompute):
+        with recompute(h, self.post_attention_layernorm, residual, enabled=self.recompute):
             return residual + self.mlp(h)
 
 

@@ -19,6 +19,7 @@ from ligermodels.base import Context
 from ligermodels.config import check_windows
 from ligermodels.kernels import rope
 from ligermodels.layers.attention import attention
+from ligermodels.layers.linear import linears
 from ligermodels.llama import LigerLlama, LlamaAttention, LlamaBlock, LlamaConfig
 
 
@@ -59,16 +60,17 @@ class MistralConfig(LlamaConfig):
 
 
 class MistralAttention(LlamaAttention):
-    """Llama's, but for the window. The cache keeps all keys, so that it can be shared by layers of either kind."""
+    """Llama's, but for the window. In such a layer the cache holds little more than the window."""
 
     def __init__(self, config: MistralConfig, layer: int):
         super().__init__(config, layer)
         self.window = config.window(layer)
 
     def forward(self, h: torch.Tensor, context: Context) -> torch.Tensor:
-        q = rearrange(self.q_proj(h), "b s (a d) -> b s a d", d=self.head_dim)  # (B, S, H) -> (B, S, A, D)
-        k = rearrange(self.k_proj(h), "b s (k d) -> b s k d", d=self.head_dim)  # (B, S, K, D)
-        v = rearrange(self.v_proj(h), "b s (k d) -> b s k d", d=self.head_dim)
+        q, k, v = linears(h, self.q_proj, self.k_proj, self.v_proj)
+        q = rearrange(q, "b s (a d) -> b s a d", d=self.head_dim)  # (B, S, A·D) -> (B, S, A, D)
+        k = rearrange(k, "b s (k d) -> b s k d", d=self.head_dim)  # (B, S, K, D)
+        v = rearrange(v, "b s (k d) -> b s k d", d=self.head_dim)
         q, k = rope(q, k, context.cos, context.sin)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)  # (B, past + S, K, D)

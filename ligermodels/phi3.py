@@ -26,9 +26,10 @@ from torch import nn
 from ligermodels.base import Context
 from ligermodels.config import Config
 from ligermodels.errors import ConfigError
-from ligermodels.kernels import rope, swiglu_packed
+from ligermodels.kernels import rope
 from ligermodels.layers.attention import attention
 from ligermodels.layers.memory import recompute
+from ligermodels.layers.mlp import GatedMLP
 from ligermodels.llama import LigerLlama, LlamaBlock
 
 
@@ -102,18 +103,16 @@ class Phi3Attention(nn.Module):
         return self.o_proj(rearrange(out, "b s a d -> b s (a d)"))
 
 
-class Phi3MLP(nn.Module):
+class Phi3MLP(GatedMLP):
+    """down(silu(gate(h)) · up(h)): (B, S, H) -> (B, S, H)."""
+
     def __init__(self, config: Config):
         super().__init__()
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.recompute = True
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        gate_up = self.gate_up_proj(h)  # (B, S, 2I)
-        product = swiglu_packed(gate_up)  # (B, S, I)
-        with recompute(product, lambda: swiglu_packed(gate_up), enabled=self.recompute):
-            return self.down_proj(product)
+        return self.gated(h, (self.gate_up_proj,), self.down_proj, "silu")  # (B, S, 2I), then (B, S, I) inside
 
 
 class Phi3Block(LlamaBlock):
@@ -126,10 +125,10 @@ class Phi3Block(LlamaBlock):
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         h = self.input_layernorm(x)
-        with recompute(h, lambda: self.input_layernorm(x), enabled=self.recompute):
+        with recompute(h, self.input_layernorm, x, enabled=self.recompute):
             attended = F.dropout(self.self_attn(h, context), self.dropout, self.training)
         h, residual = self.post_attention_layernorm(attended, x)  # residual = x + attended, in the same pass
-        with recompute(h, lambda: self.post_attention_layernorm(residual), enabled=self.recompute):
+        with recompute(h, self.post_attention_layernorm, residual, enabled=self.recompute):
             return residual + F.dropout(self.mlp(h), self.dropout, self.training)
 
 

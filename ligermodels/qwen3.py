@@ -19,6 +19,7 @@ from einops import rearrange
 from ligermodels.base import Context
 from ligermodels.kernels import qk_norm_rope
 from ligermodels.layers.attention import attention
+from ligermodels.layers.linear import linears
 from ligermodels.layers.memory import recompute
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.llama import LigerLlama, LlamaAttention, LlamaBlock
@@ -45,19 +46,18 @@ class Qwen3Attention(LlamaAttention):
         self.recompute = True
 
     def forward(self, h: torch.Tensor, context: Context) -> torch.Tensor:
-        q = rearrange(self.q_proj(h), "b s (a d) -> b s a d", d=self.head_dim)  # (B, S, H) -> (B, S, A, D)
-        k = rearrange(self.k_proj(h), "b s (k d) -> b s k d", d=self.head_dim)  # (B, S, K, D)
-        v = rearrange(self.v_proj(h), "b s (k d) -> b s k d", d=self.head_dim)
+        q, k, v = linears(h, self.q_proj, self.k_proj, self.v_proj)
+        q = rearrange(q, "b s (a d) -> b s a d", d=self.head_dim)  # (B, S, A·D) -> (B, S, A, D)
+        k = rearrange(k, "b s (k d) -> b s k d", d=self.head_dim)  # (B, S, K, D)
+        v = rearrange(v, "b s (k d) -> b s k d", d=self.head_dim)
 
-        def turn() -> tuple[torch.Tensor, torch.Tensor]:
+        def turn(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             weights = self.q_norm.weight, self.k_norm.weight
             return qk_norm_rope(q, k, *weights, context.cos, context.sin, self.q_norm.eps)
 
-        turned_q, turned_k = turn()
+        turned_q, turned_k = turn(q, k)
         # q and k are kept for the norms' backward anyway, so attention need not keep them turned as well.
-        again_q = recompute(turned_q, lambda: turn()[0], enabled=self.recompute)
-        again_k = recompute(turned_k, lambda: turn()[1], enabled=self.recompute)
-        with again_q, again_k:
+        with recompute((turned_q, turned_k), turn, q, k, enabled=self.recompute):
             if context.cache is not None:
                 turned_k, v = context.cache.append(self.layer, turned_k, v)  # (B, past + S, K, D)
             dropout = self.dropout if self.training else 0.0
