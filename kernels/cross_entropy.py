@@ -554,7 +554,8 @@ def row_backward(
                 upstream if entropy is None else entropy, 0 if entropy is None else entropy.stride(0),
                 terms.ignore_index, terms.label_smoothing, terms.z_loss, terms.softcap, terms.heat, terms.classes,
                 UNIT=logits.stride(-1) == 1, SHAPE=terms.shape, SMOOTH=terms.label_smoothing != 0.0,
-                WEIGHT=weight is not None, ENTROPY=entropy is not None, **_launch(width, n <= 4 * multiprocessors(logits.device)),
+                WEIGHT=weight is not None, ENTROPY=entropy is not None,
+                **_launch(width, n <= 4 * multiprocessors(logits.device)),
             )  # fmt: skip
         return
     z, slope = _shaped_torch(logits.reshape(n, width).float(), terms)
