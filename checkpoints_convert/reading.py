@@ -61,6 +61,10 @@ class TensorInfo:
     scaled: Scaled | None = None
     data: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def is_fp8(self) -> bool:
+        return self.scaled is not None or any(part.is_fp8 for part in self.parts)
+
     @staticmethod
     def joined(parts: Iterable[TensorInfo], shape: tuple[int, ...]) -> TensorInfo:
         """A tensor of ``shape`` whose values are those of ``parts``, in order (experts stacked, gate over up, …)."""
@@ -312,7 +316,7 @@ def same_values(a: TensorInfo, b: TensorInfo) -> bool:
     """Whether two tensors hold the same numbers, read chunk by chunk: two buffers, whatever their size."""
     if a.shape != b.shape:
         return False
-    if a.dtype != b.dtype or any(info.parts or info.scaled or info.data is not None for info in (a, b)):
+    if a.dtype != b.dtype or any(i.parts or i.scaled or i.data is not None for i in (a, b)):
         cpu = torch.device("cpu")
         (_, x), (_, y) = stream_tensors([("", a), ("", b)], dtype=torch.float32, device=cpu)
         return torch.equal(x, y)

@@ -85,6 +85,8 @@ def read_header(path: Path) -> dict[str, Entry]:
                 f"{path} is not a safetensors file: its first 8 bytes give a header of {length} bytes "
                 f"(at most {MAX_HEADER} are read)"
             )
+        if length == 0:
+            raise CheckpointError(f"{path} begins with zeros (an unfinished download? fetch it again)")
         if 8 + length > size:
             raise CheckpointError(
                 f"{path} is cut short within its header: at least {8 + length} bytes expected, {size} found "

@@ -126,7 +126,9 @@ class CausalLM(nn.Module):
         path = folder / "generation_config.json"
         generation_config = read_config(path) if path.is_file() else {}
         if dtype == "auto":
-            dtype = config.dtype or next(iter(weights.tensors.values())).dtype
+            # By name, in the first file, fp8 aside: the tensor that transformers would ask.
+            first = min(weights.tensors.items(), key=lambda item: (item[1].is_fp8, str(item[1].file), item[0]))[1]
+            dtype = config.dtype or first.dtype
         dtype = resolve_dtype(dtype)
         device = _resolve_device(device)
         if config.num_hidden_layers > len(weights.tensors):  # and not minutes of building layers first
@@ -134,7 +136,7 @@ class CausalLM(nn.Module):
                 f"{folder}: config.json says {config.num_hidden_layers} layers, the files hold {len(weights.tensors)} "
                 "tensors"
             )
-        if any(info.scaled for info in weights.tensors.values()):
+        if any(info.is_fp8 for info in weights.tensors.values()):
             config.extra.pop("quantization_config", None)  # what is loaded, and saved again, is not quantised
         with torch.device("meta"):
             model = cls(config)

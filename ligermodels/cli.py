@@ -56,9 +56,15 @@ def inspect(
         rows.append(("to generate", f"{_size(s.weights + cache_bytes(s, batch, seq))} at batch {batch} × {seq}"))
         fast, block = (_size(training_memory(s, batch, seq, level)) for level in ("fast", "block"))
         rows.append(("to train", f'about {fast} at batch {batch} × {seq} with AdamW; {block} with memory "block"'))
-    typer.echo(s.where)
+    _say(s.where)
     for name, text in rows:
-        typer.echo(f"  {name:12} {text}")
+        _say(f"  {name:12} {text}")
+
+
+def _say(text: str) -> None:
+    """Print what may come from a file: no control character and no lone surrogate reaches the terminal."""
+    text = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    typer.echo(text)
 
 
 def _size(size: float) -> str:
@@ -76,7 +82,7 @@ def verify(
     wrong = 0
     for level, text in findings(folder, values=values):
         wrong += level == "wrong"
-        typer.echo(f"{level:6} {text}")
+        _say(f"{level:6} {text}")
     if wrong:
         raise typer.Exit(1)
 

@@ -65,7 +65,7 @@ def summarise(where: str | Path, *, revision: str | None = None, token: str | No
     is_quantised = any(kind not in DTYPES for kind, _ in counted.values())
     quantised = (scheme(raw.get("quantization_config"), tensors) or "unknown") if is_quantised else None
     declared = raw.get("dtype") or raw.get("torch_dtype")
-    stored = next((DTYPES[kind] for kind, _ in tensors.values() if kind in DTYPES), None)
+    stored = next((DTYPES[kind] for _, (kind, _) in sorted(tensors.items()) if kind in DTYPES), None)
     dtype = DTYPE_BY_NAME.get(str(declared), stored)
     return Summary(
         str(where),
@@ -209,7 +209,9 @@ def findings(folder: str | Path, *, values: bool = False) -> Iterator[Finding]:
 
 
 def _unread(folder: Path) -> list[str]:
-    index, files = weight_files(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it was told
+        index, files = weight_files(folder)
     used = {*files, *(read_index(folder, index).values() if index else ())}
     kinds = (".safetensors", *PICKLES, INDEX, PICKLE_INDEX)
     names = (path.name for path in folder.iterdir())
