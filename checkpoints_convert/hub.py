@@ -36,6 +36,8 @@ _TEXT_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 
 _WEIGHTS = (INDEX, SINGLE, PICKLE_INDEX, PICKLE)  # the first that is there says which files the weights are in
