@@ -7,9 +7,9 @@
 
 Equal, bit for bit, to transformers' processors with their PIL backend (``backend="pil"``: CLIPImageProcessor,
 LlavaImageProcessor, LlavaNextImageProcessor, SiglipImageProcessor, Gemma3ImageProcessor). Their torchvision backend,
-which transformers takes where torchvision is installed, resizes with other rounding: measured on a photo with torchvision
-0.28, 0.3 to 4 % of the values differ, mostly by 1/255 before normalising, a few by up to 11/255. Gemma 3's pan-and-scan,
-off by default, is not here.
+which transformers takes where torchvision is installed, resizes with other rounding: on a photo, with torchvision 0.28,
+0.3 to 4 % of the values differ, most of them by 1/255 before normalising, a few by up to 11/255. Gemma 3's
+pan-and-scan, off by default, is not here.
 
 The steps, each if the settings ask for it: RGB (transparency on white), padding to a square, resizing (Pillow's
 filters, in whole numbers from 0 to 255), cropping around the centre, times ``rescale_factor``, minus mean by deviation.
