@@ -330,7 +330,7 @@ def moe_mlp_reference(
     """``moe_mlp`` in plain differentiable PyTorch, expert by expert."""
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
-    for e in experts.unique().tolist():
+    for e in experts.unique().tolist() or [0]:  # no token at all still gives gradients, of zeros
         token, slot = torch.where(experts == e)
         y = swiglu_packed(x[token] @ gate_up[e].t()) @ down[e].t()
         out = out.index_add(0, token, y.to(wide) * weights[token, slot, None].to(wide))
@@ -347,6 +347,7 @@ def _mlp(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out (N, D), gate and up (M, 2I) if kept, else empty, order, position, ends)."""
     k, (n_experts, two_i, _) = experts.shape[1], gate_up.shape
+    gate_up, down = gate_up.contiguous(), down.contiguous()
     order, position, ends = sort_by_expert(experts, n_experts)
     if order.shape[0] == 0:
         return torch.empty_like(x), x.new_empty(0, two_i), order, position, ends
@@ -376,6 +377,7 @@ def _mlp_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of x, gate_up, down, weights; one that is not needed is empty."""
     k = weights.shape[1]
+    gate_up, down = gate_up.contiguous(), down.contiguous()
     none = x.new_empty(0)
     if order.shape[0] == 0:
         return tuple(torch.zeros_like(t) if n else none for n, t in zip(need, (x, gate_up, down, weights), strict=True))
