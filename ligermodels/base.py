@@ -17,6 +17,7 @@ from ligermodels.checkpoints_convert.hub import download
 from ligermodels.checkpoints_convert.reading import same_values
 from ligermodels.checkpoints_convert.rewrites import to_model_names
 from ligermodels.config import Config, resolve_dtype
+from ligermodels.decode import Kept
 from ligermodels.errors import CheckpointError, ConfigError, LigerError
 from ligermodels.inputs import (
     check_cache,
@@ -35,6 +36,7 @@ from ligermodels.layers.memory import can_keep_attention, run_again, set_level, 
 from ligermodels.layers.offload import Offload, apart_of
 from ligermodels.layers.rotary import RotaryEmbedding
 from ligermodels.planner import Plan, plan_memory
+from ligermodels.tokenizer import Tokenizer
 
 _AHEAD = 256 << 20  # bytes of weights that are read while others are put in place
 
@@ -80,6 +82,7 @@ class CausalLM(nn.Module):
         self.activation_memory: str | tuple[str, ...] = "fast"
         self._offload: Offload | None = None
         self._ids_checked = False
+        self.kept_decoder = Kept()
 
     # ---------------------------------------------------------------------------------------------- loading, saving
 
@@ -216,10 +219,17 @@ class CausalLM(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> CausalLM:
         """Behind .to(), .half(), to_empty(): torch may make new parameters module by module; a tie must survive."""
         tied = self._is_tied()
+        self.kept_decoder.drop()  # it reads the parameters where they were
         super()._apply(fn, recurse)
         if tied:
             self.lm_head.weight = self.model.embed_tokens.weight
         return self
+
+    def train(self, mode: bool = True) -> CausalLM:
+        """As torch's; training also frees what the last generation kept for the next: its cache and captured step."""
+        if mode:
+            self.kept_decoder.drop()
+        return super().train(mode)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's, but a tied head may be absent, and stays tied when tensors are assigned."""
@@ -367,6 +377,12 @@ class CausalLM(nn.Module):
             check_cache(cache, self.config)
             cache.check(batch, length)
             past = cache.length
+            if cache.step is not None:  # the device counts the positions: nothing below may depend on ``past``
+                step = cache.step
+                visible = visibility(batch, length, past, device, step=step)
+                position_ids = (step.position - step.start).clamp(min=0)[:, None]  # (B, 1)
+                cos, sin = self.model.rotary_emb(position_ids, step.longest)
+                return Context(cos, sin, visible, cache, position_ids, step.longest)
         if attention_mask is not None:
             check_mask(attention_mask, (batch, past + length))
         if cu_seqlens is not None:
@@ -452,6 +468,7 @@ class CausalLM(nn.Module):
         return KVCache(
             c.num_hidden_layers, batch_size, max_length, c.num_key_value_heads, c.head_dim,
             dtype=weight.dtype, device=weight.device,
+            windows=[getattr(layer.self_attn, "window", None) for layer in self.model.layers],
         )  # fmt: skip
 
     def generate(
@@ -463,14 +480,23 @@ class CausalLM(nn.Module):
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
+        stop_strings: str | list[str] | None = None,
+        tokenizer: Tokenizer | None = None,
         seed: int | None = None,
-    ) -> torch.Tensor:
+        logprobs: bool = False,
+        cache: KVCache | None = None,
+        prompt_inputs: Mapping[str, Any] | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """(B, S + new) ids: the prompts (B, S), padded on the left, and what follows. See ``generation.stream``."""
         return generation.generate(
             self, input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, temperature=temperature,
-            top_k=top_k, top_p=top_p, eos_token_id=eos_token_id, pad_token_id=pad_token_id, seed=seed,
+            top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id, stop_strings=stop_strings, tokenizer=tokenizer, seed=seed, logprobs=logprobs,
+            cache=cache, prompt_inputs=prompt_inputs,
         )  # fmt: skip
 
     def stream(
@@ -482,14 +508,23 @@ class CausalLM(nn.Module):
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
+        stop_strings: str | list[str] | None = None,
+        tokenizer: Tokenizer | None = None,
         seed: int | None = None,
-    ) -> Iterator[torch.Tensor]:
+        logprobs: bool = False,
+        cache: KVCache | None = None,
+        prompt_inputs: Mapping[str, Any] | None = None,
+    ) -> Iterator[Any]:
         """Yields the (B,) ids of each new position. See ``ligermodels.generation.stream`` for the arguments."""
         return generation.stream(
             self, input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, temperature=temperature,
-            top_k=top_k, top_p=top_p, eos_token_id=eos_token_id, pad_token_id=pad_token_id, seed=seed,
+            top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id, stop_strings=stop_strings, tokenizer=tokenizer, seed=seed, logprobs=logprobs,
+            cache=cache, prompt_inputs=prompt_inputs,
         )  # fmt: skip
 
 

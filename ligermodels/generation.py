@@ -1,7 +1,8 @@
 """Turning logits into tokens: sampling, stopping, batches of unequal prompts.
 
-A step is ``model.forward → choose → yield``. Everything stays on the model's device but one small flag a step, which
-tells the host whether every row has ended and whether the logits were usable.
+The prompt goes through the model, then one token a row at a time. What chooses a token (``Sampler``) stays on the
+model's device and waits for nothing; the host reads the tokens a few steps later, from a copy that is made meanwhile,
+and decides from them when to stop. On a GPU a step is a captured graph where that is possible: see decode.py.
 
 Symbols: B rows, S prompt length (padding included), V vocabulary.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -17,18 +19,40 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels import decode
 from ligermodels.errors import LigerError
+from ligermodels.layers.cache import KVCache
 
-__all__ = ["generate", "stream"]
+__all__ = ["Sampler", "generate", "stream"]
+
+_AHEAD = 4  # steps that a GPU may be ahead of the host
 
 
-class _Sampling(NamedTuple):
+class Settings(NamedTuple):
     """How a token is chosen; the values are checked and None is resolved."""
 
     temperature: float  # 0: greedy
     top_k: int  # 0: all
     top_p: float  # 1: all
-    generator: torch.Generator | None  # None: torch's global one
+    min_p: float  # 0: all
+    repetition_penalty: float  # 1: none
+    logprobs: bool
+
+
+class _Request(NamedTuple):
+    """The checked arguments of one call."""
+
+    model: Any
+    input_ids: Tensor  # (B, S)
+    attention_mask: Tensor | None  # (B, S), None when nothing is padded
+    max_new_tokens: int
+    settings: Settings
+    seed: int | None
+    eos_ids: list[int]
+    pad_id: int
+    stop: _StopStrings | None
+    cache: KVCache | None
+    prompt_inputs: Mapping[str, Any]
 
 
 def generate(
@@ -40,15 +64,22 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     eos_token_id: int | list[int] | None = None,
     pad_token_id: int | None = None,
+    stop_strings: str | list[str] | None = None,
+    tokenizer: Any = None,
     seed: int | None = None,
+    logprobs: bool = False,
+    cache: KVCache | None = None,
     prompt_inputs: Mapping[str, Any] | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Continue every prompt: (B, S) → LongTensor (B, S + new) on the model's device, prompt included.
 
     The arguments and errors are those of :func:`stream`. ``new`` is the number of steps until all rows have ended, at
     most ``max_new_tokens``; a row that ended earlier is filled up with the pad id after its end-of-sequence token.
+    With ``logprobs`` a pair: the ids, and the (B, new) fp32 log-probabilities of the new ones.
     """
     steps = stream(
         model,
@@ -58,13 +89,27 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
+        stop_strings=stop_strings,
+        tokenizer=tokenizer,
         seed=seed,
+        logprobs=logprobs,
+        cache=cache,
         prompt_inputs=prompt_inputs,
     )
-    prompt = input_ids.to(_device(model), torch.long)
-    return torch.cat([prompt, *(token[:, None] for token in steps)], dim=1)
+    device = _device(model)
+    prompt = input_ids.to(device, torch.long)
+    columns = list(steps)
+    tokens = [column[0] if logprobs else column for column in columns]
+    new = torch.stack(tokens, dim=1) if tokens else prompt.new_empty(len(prompt), 0)
+    ids = torch.cat([prompt, new.to(device)], dim=1)
+    if not logprobs:
+        return ids
+    given = [column[1] for column in columns]
+    return ids, torch.stack(given, dim=1).to(device) if given else torch.empty(len(prompt), 0, device=device)
 
 
 def stream(
@@ -76,12 +121,18 @@ def stream(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     eos_token_id: int | list[int] | None = None,
     pad_token_id: int | None = None,
+    stop_strings: str | list[str] | None = None,
+    tokenizer: Any = None,
     seed: int | None = None,
+    logprobs: bool = False,
+    cache: KVCache | None = None,
     prompt_inputs: Mapping[str, Any] | None = None,
-) -> Iterator[Tensor]:
-    """Yield the next token of every row, one LongTensor (B,) a step, until all rows have ended.
+) -> Iterator[Any]:
+    """Yield the next token of every row, one LongTensor (B,) a step, on the CPU, until all rows have ended.
 
     input_ids: (B, S) int64 or int32. Unequal prompts are padded on the LEFT; ``attention_mask`` (B, S) marks what to
     keep with 1 and the padding with 0. The tokens are those that each prompt alone would give. (But for LongRoPE once
@@ -91,15 +142,27 @@ def stream(
     top_k: keep the k likeliest tokens (and ties with the last of them); None or 0 keeps all.
     top_p: in [0, 1]; keep the smallest set of likeliest tokens whose probabilities reach top_p (nucleus sampling,
         Holtzman et al. 2020). One token always stays, so 0 is the likeliest one; None or 1 keeps all.
-        The order is temperature, top_k, top_p.
+    min_p: in [0, 1]; keep tokens at least min_p times as likely as the likeliest (Nguyen et al. 2024); None or 0: all.
+    repetition_penalty: above 0; logits of tokens that the row already holds, prompt included, are divided by it where
+        positive and multiplied where negative (Keskar et al. 2019); None or 1 does nothing. Also when greedy.
+        The order is repetition_penalty, temperature, top_k, top_p, min_p.
     eos_token_id: any of these ids ends its row. Left out: ``model.generation_config``, else ``model.config``. ``[]``
         never stops. A row that has ended yields the pad id.
     pad_token_id: left out: generation config, config, else the first eos id.
-    seed: makes sampling repeatable and leaves torch's global generator untouched; None draws from the global one.
-    prompt_inputs: what the model's forward takes beside the ids of a prompt (its images), by argument name.
+    stop_strings: a row also ends with the token whose text completes one of these; needs ``tokenizer``.
+    seed: makes sampling repeatable and leaves torch's global generator untouched; None draws a seed from that.
+    logprobs: yield pairs (tokens, their log-probabilities (B,) fp32) instead: those of the model, before temperature
+        and the rest; 0 for the padding of rows that have ended.
+    cache: of ``make_cache(B, …)``, with room for S + max_new_tokens − 1 positions. It may hold the first positions of
+        the prompt already: the caller vouches that its ``cache.length`` positions are the first of ``input_ids``, and
+        only the rest is run. What it holds afterwards can be cut back with ``cache.rewind``.
+    prompt_inputs: what the model's forward takes beside the ids of a prompt (its images), by argument name; used when
+        the prompt is run from its start.
 
     The arguments are checked at the call, before the first step. The model is in eval mode while the iterator is in
-    use; its training flags are restored when it is exhausted, closed or dropped.
+    use; its training flags are restored when it is exhausted, closed or dropped. On a GPU up to four steps are run
+    beyond the one that is yielded, and a model keeps its last captured step and cache for the next call, until
+    ``model.train()``.
     Raises LigerError that names the argument; also when a step's logits are NaN, +inf, or −inf for all tokens.
     """
     device, vocab_size = _device(model), int(model.config.vocab_size)
@@ -109,114 +172,271 @@ def stream(
         _check_whole_number("top_k", top_k, hint="; 0 or None keeps all tokens")
     if top_p is not None:
         _check_real("top_p", top_p, low=0.0, high=1.0, hint="1 or None keeps all tokens")
-    if temperature == 0 and (top_k or top_p is not None):
-        warnings.warn("temperature is 0, which is greedy: top_k and top_p have no effect", stacklevel=3)
+    if min_p is not None:
+        _check_real("min_p", min_p, low=0.0, high=1.0, hint="0 or None keeps all tokens")
+    if repetition_penalty is not None:
+        _check_real("repetition_penalty", repetition_penalty, low=0.0, high=math.inf, hint="1 or None is no penalty")
+        if repetition_penalty == 0:
+            raise LigerError("repetition_penalty: expected a finite number above 0, got 0")
+    if temperature == 0 and (top_k or top_p is not None or min_p):
+        warnings.warn("temperature is 0, which is greedy: top_k, top_p and min_p have no effect", stacklevel=3)
     eos_ids = _eos_ids(model, eos_token_id)
     pad_id = _pad_id(model, pad_token_id, eos_ids, vocab_size)
+    if seed is not None:
+        _check_seed(seed)
     input_ids, attention_mask = _check_prompt(input_ids, attention_mask, vocab_size, device)
-    sampling = _Sampling(
+    if cache is not None:
+        _check_given_cache(cache, *input_ids.shape, int(max_new_tokens))
+    settings = Settings(
         temperature=float(temperature),
         top_k=int(top_k or 0),
         top_p=1.0 if top_p is None else float(top_p),
-        generator=None if seed is None else _seeded(seed, device),
+        min_p=float(min_p or 0),
+        repetition_penalty=1.0 if repetition_penalty is None else float(repetition_penalty),
+        logprobs=bool(logprobs),
     )
-    return _steps(model, input_ids, attention_mask, int(max_new_tokens), sampling, eos_ids, pad_id, prompt_inputs or {})
+    stop = _StopStrings(stop_strings, tokenizer, len(input_ids)) if stop_strings else None
+    return _steps(
+        _Request(model, input_ids, attention_mask, int(max_new_tokens), settings, seed, eos_ids, pad_id, stop, cache,
+                 prompt_inputs or {})
+    )  # fmt: skip
 
 
 # no_grad, not inference_mode: the ids must stay usable in a training step, where embedding saves them for backward.
 # torch applies it around each resumption of the generator, so the caller's own grad mode holds between two tokens.
 @torch.no_grad()
-def _steps(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    max_new_tokens: int,
-    sampling: _Sampling,
-    eos_ids: list[int],
-    pad_id: int,
-    prompt_inputs: Mapping[str, Any],
-) -> Iterator[Tensor]:
-    if max_new_tokens == 0:
-        return
-    B, S = input_ids.shape
-    device = input_ids.device
-    eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
-    ended = torch.zeros(B, dtype=torch.bool, device=device)
-    unusable = torch.zeros_like(ended)
-    length = S + max_new_tokens - 1  # the last token is never fed back
-    if attention_mask is None:
-        mask = positions = None  # no padding: the model counts on from its cache and may take its plain causal path
-    else:
-        positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-        mask = torch.cat([attention_mask, attention_mask.new_ones(B, max_new_tokens - 1)], dim=1)
-
-    border = _rope_border(model)
-    longest = S if border is None or mask is None else int(attention_mask.sum(-1).max())  # positions of the longest row
+def _steps(request: _Request) -> Iterator[Any]:
+    """Deliver what the device computes, a few steps behind it, and decide when to stop."""
+    model, eos, new = request.model, set(request.eos_ids), request.max_new_tokens
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        cache = model.make_cache(B, length)
-        tokens = input_ids
-        given = [input_ids]
-        for step in range(max_new_tokens):
-            if step > 0 and longest + step - 1 == border:  # the cached keys were turned by the frequencies below it
-                cache.length = 0
-                tokens = torch.cat(given, dim=1)
-                if mask is not None:
-                    positions = (mask[:, : S + step].cumsum(-1) - 1).clamp(min=0)
-            out = model(
-                tokens,
-                attention_mask=None if mask is None else mask[:, : S + step],
-                position_ids=positions,
-                cache=cache,
-                logits_to_keep=1,
-                **(prompt_inputs if cache.length == 0 else {}),
-            )
-            chosen, usable = _choose(out.logits[:, -1].float(), sampling)
-            unusable = unusable | ~(usable | ended)
-            chosen = chosen.masked_fill(ended, pad_id)
-            ended = ended | (chosen[:, None] == eos).any(-1)  # torch.isin sorts long lists, and waits for that
-            # The only wait for the device in a step. Both flags only ever accumulate, so this may be read less often.
-            all_ended, any_unusable = torch.stack([ended.all(), unusable.any()]).tolist()
-            if any_unusable:
-                rows = unusable.nonzero().flatten().tolist()
+        ended = [False] * len(request.input_ids)
+        reports: deque[_Report] = deque()
+        device_steps, enqueued = _device_steps(request), 0
+        for step in range(new):
+            # The first token is waited for; then the device gains its lead, one step with every token.
+            lead = min(step, _AHEAD) if request.input_ids.is_cuda else 0
+            while len(reports) <= lead and enqueued < new:
+                sampler = next(device_steps)
+                reports.append(_Report(sampler))
+                enqueued += 1
+            tokens, logprobs = reports.popleft().read()
+            chosen = tokens.tolist()
+            unusable = [row for row, token in enumerate(chosen) if token < 0 and not ended[row]]
+            if unusable:
                 raise LigerError(
-                    f"logits: NaN, +inf, or -inf for every token, in row(s) {rows} at new token {step}. "
+                    f"logits: NaN, +inf, or -inf for every token, in row(s) {unusable} at new token {step}. "
                     "The weights or the dtype are at fault (float16 overflows on many models: try bfloat16 or float32)."
                 )
-            yield chosen
-            if all_ended:
+            for row, token in enumerate(chosen):
+                if ended[row]:  # the device learns of a stop string a few steps late
+                    tokens[row] = request.pad_id
+                    logprobs[row] = 0
+                elif token in eos:
+                    ended[row] = True
+                elif request.stop is not None and request.stop.completed(row, token):
+                    ended[row] = True
+                    sampler.ended[row] = True
+            yield (tokens, logprobs) if request.settings.logprobs else tokens
+            if all(ended):
                 return
-            tokens = chosen[:, None]
-            given.append(tokens)
-            if positions is not None:
-                positions = positions[:, -1:] + 1
     finally:
         for module in training:
             module.training = True
 
 
-def _choose(logits: Tensor, sampling: _Sampling) -> tuple[Tensor, Tensor]:
+def _device_steps(request: _Request) -> Iterator[Sampler]:
+    """Enqueue one step after the other on the device; after each, the sampler holds its tokens. No waiting."""
+    model, ids, mask, new = request.model, request.input_ids, request.attention_mask, request.max_new_tokens
+    B, S = ids.shape
+    length = S + new - 1  # the last token is never fed back
+    border = _rope_border(model)
+    longest = S if mask is None or border is None else int(mask.sum(-1).max())  # positions of the longest row
+    cache = request.cache
+    if cache is not None and border is not None and cache.length <= border < longest:
+        cache.rewind(0)  # the cached keys were turned by the frequencies below the border
+    text_model = getattr(model, "language_model", model)  # what reads images is done with them after the prompt
+    sampler = Sampler(B, model.config.vocab_size, ids.device, request.settings, request.eos_ids, request.pad_id)
+    decoder = decode.decoder_for(text_model, cache, B, length, longest + 1, sampler, new - 1) if new > 1 else None
+    if decoder is not None:
+        sampler = decoder.sampler
+    if cache is None and decoder is not None:
+        cache = decoder.cache
+        cache.rewind(0)
+    elif cache is None:
+        cache = model.make_cache(B, length)
+    sampler.reset(ids, mask, request.seed)
+    start = positions = None  # no padding: the model counts on from its cache and may take its plain causal path
+    if mask is not None:
+        start = S - mask.sum(-1)
+        mask = torch.cat([mask, mask.new_ones(B, new - 1)], dim=1)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+
+    def run(tokens: Tensor) -> None:
+        past, end = cache.length, cache.length + tokens.shape[1]
+        out = model(
+            tokens,
+            attention_mask=None if mask is None else mask[:, :end],
+            position_ids=None if positions is None else positions[:, past:end],
+            cache=cache,
+            logits_to_keep=1,
+            **(request.prompt_inputs if past == 0 else {}),
+        )
+        sampler(out.logits[:, -1])
+
+    run(ids[:, cache.length :])
+    yield sampler
+    if decoder is not None:
+        decoder.begin(start)
+    fed = [ids]
+    for step in range(1, new):
+        if border is not None:
+            fed.append(sampler.fed[:, None].clone())
+        if border is not None and longest + step - 1 == border:
+            cache.rewind(0)
+            run(torch.cat(fed, dim=1))
+            decoder = decode.decoder_for(text_model, cache, B, length, longest + step + 1, sampler, new - step - 1)
+            if decoder is not None:
+                decoder.begin(start)
+        elif decoder is not None:
+            decoder.step()
+        else:
+            run(sampler.fed[:, None])
+        yield sampler
+
+
+class Sampler:
+    """Chooses the next token of every row from its logits, on the device and without waiting for it.
+
+    Its state is tensors that keep their place, so that a captured step can go on from it:
+    ``token`` (B,) what was chosen last, the pad id in rows that have ended, −1 where the logits were unusable; ``fed``
+    the same without −1; ``ended`` (B,); ``logprob`` (B,) fp32 and ``seen`` (B, V), None where nobody asks for them.
+    """
+
+    def __init__(
+        self, rows: int, vocab_size: int, device: torch.device, settings: Settings, eos_ids: list[int], pad_id: int
+    ):
+        self.key = (settings, tuple(eos_ids), pad_id, vocab_size)  # what a captured step has built in
+        self._settings, self._pad_id = settings, pad_id
+        self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
+        self.token = torch.zeros(rows, dtype=torch.long, device=device)
+        self.fed = torch.zeros_like(self.token)
+        self.ended = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.logprob = torch.zeros(rows, device=device) if settings.logprobs else None
+        self.seen = None
+        if settings.repetition_penalty != 1:
+            self.seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
+        self.generator = torch.Generator(device) if settings.temperature > 0 else None
+
+    def reset(self, input_ids: Tensor, attention_mask: Tensor | None, seed: int | None) -> None:
+        """Start anew behind these prompts (B, S), padded on the left; without a seed one is drawn from torch's."""
+        self.ended.zero_()
+        if self.seen is not None:
+            real = input_ids if attention_mask is None else input_ids.where(attention_mask != 0, input_ids[:, -1:])
+            self.seen.zero_().scatter_(1, real, True)
+        if self.generator is not None:
+            self.generator.manual_seed(int(torch.randint(2**63 - 1, ())) if seed is None else int(seed))
+
+    def __call__(self, logits: Tensor) -> None:
+        """logits (B, V): choose, and remember."""
+        logits = logits.float()
+        adjusted = logits
+        if self.seen is not None:
+            penalty = self._settings.repetition_penalty
+            adjusted = torch.where(self.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        chosen, usable = _choose(adjusted, self._settings, self.generator)
+        if self.logprob is not None:
+            given = logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0]
+            self.logprob.copy_(given.masked_fill(self.ended, 0))
+        chosen = chosen.masked_fill(~usable, -1).masked_fill(self.ended, self._pad_id)
+        self.token.copy_(chosen)
+        self.fed.copy_(chosen.clamp(min=0))
+        self.ended.logical_or_((chosen[:, None] == self._eos).any(-1))  # torch.isin sorts long lists, and waits
+        if self.seen is not None:
+            self.seen.scatter_(1, self.fed[:, None], True)
+
+    def snapshot(self) -> list[Any]:
+        """The state, for ``restore``: capturing a step runs it once."""
+        tensors = [self.token, self.fed, self.ended, self.logprob, self.seen]
+        random = None if self.generator is None else self.generator.get_state()
+        return [*(None if t is None else (t, t.clone()) for t in tensors), random]
+
+    def restore(self, snapshot: list[Any]) -> None:
+        *pairs, random = snapshot
+        for tensor, value in filter(None, pairs):
+            tensor.copy_(value)
+        if random is not None:
+            self.generator.set_state(random)
+
+
+class _Report:
+    """The tokens of one step on their way to the host: the copy is enqueued now and waited for when it is read."""
+
+    def __init__(self, sampler: Sampler):
+        self._copies = [None if t is None else _copy_to_host(t) for t in (sampler.token, sampler.logprob)]
+        self._arrived = None
+        if sampler.token.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(sampler.token.device))
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Tokens (B,) int64 and log-probabilities (B,) fp32, which are 0 when not asked for."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens, logprobs = self._copies
+        return tokens, torch.zeros(len(tokens)) if logprobs is None else logprobs
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+class _StopStrings:
+    """Watches the text of every row for strings that end it."""
+
+    def __init__(self, stop: str | list[str], tokenizer: Any, rows: int):
+        self._strings = [stop] if isinstance(stop, str) else list(stop)
+        if not all(isinstance(s, str) and s for s in self._strings):
+            raise LigerError(f"stop_strings: expected a text or a list of them, none empty, got {stop!r}")
+        if not hasattr(tokenizer, "stream_decoder"):
+            raise LigerError("stop_strings: needs tokenizer=, to know the text of the tokens")
+        self._decoders = [tokenizer.stream_decoder() for _ in range(rows)]
+        self._tails = [""] * rows  # the end of each text, one character less than the longest string
+        self._keep = max(map(len, self._strings)) - 1
+
+    def completed(self, row: int, token: int) -> bool:
+        """Take the row's next token; whether a string now stands in its text."""
+        text = self._tails[row] + self._decoders[row].put(token)
+        self._tails[row] = text[max(0, len(text) - self._keep) :]
+        return any(s in text for s in self._strings)
+
+
+def _choose(logits: Tensor, settings: Settings, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """logits (B, V) fp32 → token ids (B,) int64 and whether each row's logits were usable (B,) bool. No host sync."""
     best = logits.amax(-1, keepdim=True)  # NaN when any is NaN, −inf when all are
     usable = best.isfinite().squeeze(-1)
-    if sampling.temperature == 0:
+    if settings.temperature == 0:
         return logits.argmax(-1), usable
     # Measured from the best one, so that a tiny temperature gives 0 and −inf, never inf − inf.
-    scores = (logits - best) / max(sampling.temperature, torch.finfo(torch.float32).tiny)
-    if 0 < sampling.top_k < scores.shape[-1]:
-        kth = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
+    scores = (logits - best) / max(settings.temperature, torch.finfo(torch.float32).tiny)
+    if 0 < settings.top_k < scores.shape[-1]:
+        kth = scores.topk(settings.top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < kth, -math.inf)
-    if sampling.top_p < 1:
+    if settings.top_p < 1:
         # Stable and descending, so that of equal scores the first stays, as argmax has it.
         ordered, index = scores.sort(dim=-1, descending=True, stable=True)
         tail = ordered.softmax(-1).flip(-1).cumsum(-1).flip(-1)  # probability of this token and all less likely ones
-        drop = tail <= 1 - sampling.top_p
+        drop = tail <= 1 - settings.top_p
         drop[:, 0] = False
         scores = scores.masked_fill(torch.zeros_like(drop).scatter_(-1, index, drop), -math.inf)
+    if settings.min_p > 0:
+        scores = scores.masked_fill(scores < math.log(settings.min_p), -math.inf)  # the best one's score is 0
     # argmax(p / Exp(1) noise) draws from p, as torch.multinomial does, but multinomial waits for the device.
     p = scores.softmax(-1)
-    noise = torch.empty_like(p).exponential_(generator=sampling.generator).clamp_(min=torch.finfo(p.dtype).tiny)
+    noise = torch.empty_like(p).exponential_(generator=generator).clamp_(min=torch.finfo(p.dtype).tiny)
     return (p / noise).argmax(-1), usable
 
 
@@ -324,8 +544,25 @@ def _pad_id(model: Any, given: int | None, eos_ids: list[int], vocab_size: int) 
     return 0  # no usable eos id: no row ever ends
 
 
-def _seeded(seed: int, device: torch.device) -> torch.Generator:
+def _check_seed(seed: int) -> None:
     try:
-        return torch.Generator(device=device).manual_seed(seed)
+        torch.Generator().manual_seed(seed)
     except (TypeError, RuntimeError, ValueError, OverflowError) as error:
         raise LigerError(f"seed: expected a whole number of at most 64 bits, got {seed!r}") from error
+
+
+def _check_given_cache(cache: KVCache, rows: int, length: int, new: int) -> None:
+    if not isinstance(cache, KVCache):
+        raise LigerError(f"cache: must come from make_cache, got {type(cache).__name__}")
+    if cache.batch_size != rows:
+        raise LigerError(f"cache: was made for {cache.batch_size} rows, input_ids has {rows}")
+    if cache.length >= length:
+        raise LigerError(
+            f"cache: holds {cache.length} positions, but input_ids only {length} tokens; at least the last one has to "
+            "be run: cut the cache with rewind"
+        )
+    if length + new - 1 > cache.max_length:
+        raise LigerError(
+            f"cache: holds at most {cache.max_length} positions; a prompt of {length} and {new} new tokens need "
+            f"{length + new - 1}"
+        )

@@ -15,11 +15,10 @@ def check_cache(cache: KVCache, c: Config) -> None:
     if not isinstance(cache, KVCache):
         raise LigerError(f"cache must come from make_cache, found {type(cache).__name__}")
     expected = (c.num_hidden_layers, c.num_key_value_heads, c.head_dim)
-    layers, _, _, heads, dim = cache.keys.shape
-    if (layers, heads, dim) != expected:
+    found = (len(cache.keys), *cache.keys[0].shape[2:])
+    if found != expected:
         raise LigerError(
-            f"the cache is of another model: (layers, key/value heads, head_dim) is {(layers, heads, dim)}, "
-            f"expected {expected}"
+            f"the cache is of another model: (layers, key/value heads, head_dim) is {found}, expected {expected}"
         )
 
 

@@ -19,6 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from ligermodels.errors import LigerError
+from ligermodels.kernels.decode_attention import decode_attention
+from ligermodels.layers.cache import Step
 
 # Measured on an H200 (bf16, 4×4096, 32/8 heads of 128): cuDNN 4.15 ms, flash 7.17 ms forward and backward.
 _BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -42,6 +44,7 @@ class Visibility:
     cu_seqlens: torch.Tensor | None = None  # int32, bounds over the B·S positions, every row start among them
     document: torch.Tensor | None = None  # (B, S), the document of each position
     image: torch.Tensor | None = None  # (B, S), the number of the image that each new position is of, -1 for text
+    step: Step | None = None  # one query a row, at a position that only the device knows; nothing else then holds
     _masks: dict[Any, Any] = field(default_factory=dict)
 
     def mask_is_needed(self, window: int | None) -> bool:
@@ -70,12 +73,16 @@ class Visibility:
             self._masks[window] = mask
         return self._masks[window]
 
-    def block_mask(self, window: int | None) -> BlockMask:
-        """The same rule for FlexAttention, which skips whole blocks of it."""
-        key = ("block", window)
+    def block_mask(self, window: int | None, keys: int) -> BlockMask:
+        """The same rule for FlexAttention, which skips whole blocks of it, over the last ``keys`` positions."""
+        key = ("block", window, keys)
         if key not in self._masks:
             past, keep, document, image = self.past, self.keep, self.document, self.image
             image_of_keys = None if image is None else self._image_of_keys()
+            dropped = past + self.length - keys
+            if dropped:  # keys are counted from the first that is given
+                past, keep = past - dropped, None if keep is None else keep[:, dropped:]
+                image_of_keys = None if image is None else image_of_keys[:, dropped:]
 
             def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
                 seen = k <= q + past
@@ -90,8 +97,7 @@ class Visibility:
                 return seen
 
             rows = next((x.shape[0] for x in (keep, document, image) if x is not None), None)
-            total = past + self.length
-            self._masks[key] = create_block_mask(sees, rows, None, self.length, total, device=self.device)
+            self._masks[key] = create_block_mask(sees, rows, None, self.length, keys, device=self.device)
         return self._masks[key]
 
     def _image_of_keys(self) -> torch.Tensor:
@@ -107,11 +113,17 @@ def visibility(
     *,
     attention_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    step: Step | None = None,
 ) -> Visibility:
     """Causal visibility of ``length`` queries after ``past`` cached keys.
 
-    ``attention_mask`` (B, past + S), nonzero = keep; ``cu_seqlens`` int32 (documents + 1,) packs documents.
+    ``attention_mask`` (B, past + S), nonzero = keep; ``cu_seqlens`` int32 (documents + 1,) packs documents; ``step``
+    takes the place of ``past`` where the device counts.
     """
+    if step is not None:
+        if length != 1:
+            raise LigerError(f"a captured step has one token a row, found {length}")
+        return Visibility(length, past, device, step=step)
     if cu_seqlens is None:
         return Visibility(length, past, device, keep=None if attention_mask is None else attention_mask != 0)
     bounds = _with_row_starts(cu_seqlens, batch, length)
@@ -152,10 +164,14 @@ def attention(
 ) -> torch.Tensor:
     """softmax(cap(q·kᵀ·scale))·v over the keys that are ``visible`` and within the ``window``.
 
-    q (B, S, A, D); k, v (B, T, K, D) with T = past + S and A a multiple of K (grouped queries). ``window`` counts the
-    keys a query sees, itself included (None: all). ``softcap`` c bounds the scores by c·tanh(score / c) (Gemma 2).
-    Returns (B, S, A, D).
+    q (B, S, A, D); k, v (B, T, K, D), the last T of the past + S positions, with A a multiple of K (grouped queries);
+    in a captured step the whole buffers of the cache. ``window`` counts the keys a query sees, itself included (None:
+    all). ``softcap`` c bounds the scores by c·tanh(score / c) (Gemma 2). Returns (B, S, A, D).
     """
+    if visible.step is not None:
+        position, start, _, counters = visible.step
+        options = {"window": window, "softcap": softcap, "counters": counters}
+        return decode_attention(q, k, v, position, start, scale=scale, **options)
     if window is not None and k.shape[1] <= window:
         window = None  # it hides nothing
     half = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0
@@ -170,12 +186,13 @@ def attention(
         return _flash(q, k, v, visible.cu_seqlens, window, scale)
     long = q.is_cuda and dropout == 0.0 and q.shape[1] > _SHORT
     if long and (softcap is not None or visible.mask_is_needed(window)):
-        return _flex(q, k, v, visible.block_mask(window), scale, softcap)
+        return _flex(q, k, v, visible.block_mask(window, k.shape[1]), scale, softcap)
     mask = visible.mask(window)
     if window is not None and q.shape[1] + window - 1 < k.shape[1]:  # keys that no query reaches
         reach = q.shape[1] + window - 1
         k, v = k[:, -reach:], v[:, -reach:]
-        mask = None if mask is None else mask[..., -reach:]
+    if mask is not None:
+        mask = mask[..., -k.shape[1] :]
     if softcap is not None:
         return _capped(q, k, v, mask, scale, softcap, dropout)
     return _sdpa(q, k, v, mask, visible.past, scale, dropout)

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 from ligermodels.errors import LigerError
 
+SLACK = 16  # positions that a ring holds beyond its window, so that the last few can be taken back
+
+
+class Step(NamedTuple):
+    """One new position of every row, described on the device alone: a captured forward then serves every length."""
+
+    position: torch.Tensor  # (1,) int64: where the new keys go, the same place for all rows
+    start: torch.Tensor  # (B,) int64: each row's first position that is not padding
+    longest: int  # known on the host when captured; only rotary tables that depend on the length look at it
+    counters: torch.Tensor  # int32 zeros, B · num_key_value_heads: see decode_attention
+
 
 class KVCache:
-    """Static buffers, (B, max_length, num_key_value_heads, head_dim) for keys and values of every layer.
+    """Static buffers for keys and values, one pair a layer: (B, room, num_key_value_heads, head_dim).
 
     ``length`` positions are filled. A layer writes its new keys behind them with ``append``; the model calls
-    ``advance`` once all layers have.
+    ``advance`` once all layers have. Position p lies in slot p mod room: a layer whose ``window`` is not None is a ring
+    that holds little more than the window, so its memory does not grow with ``max_length``.
     """
 
     def __init__(
@@ -24,14 +39,19 @@ class KVCache:
         *,
         dtype: torch.dtype,
         device: torch.device | str,
+        windows: Sequence[int | None] | None = None,
     ):
         for name, value in (("batch_size", batch_size), ("max_length", max_length)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
                 raise LigerError(f"{name} of a cache must be a whole number from 1 to 2147483647, found {value!r}")
-        shape = (num_layers, batch_size, max_length, num_key_value_heads, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.windows = list(windows) if windows is not None else [None] * num_layers
+        rooms = [max_length if window is None else min(max_length, window + SLACK) for window in self.windows]
+        shapes = [(batch_size, room, num_key_value_heads, head_dim) for room in rooms]
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.batch_size, self.max_length, self.length = batch_size, max_length, 0
+        self.step: Step | None = None  # set while a step is captured or run on the device's own count
+        self._written = 0  # the most positions ever filled since the cache was empty
 
     def check(self, batch_size: int, new: int) -> None:
         """Raise LigerError unless ``new`` positions of ``batch_size`` rows fit."""
@@ -44,18 +64,68 @@ class KVCache:
             )
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store k, v (B, S, K, D) of ``layer``; give keys and values of all length + S positions."""
-        start, end = self.length, self.length + k.shape[1]
+        """Store k, v (B, S, K, D) of ``layer``; give the keys and values that these S queries may see, in their order.
+
+        That is all length + S positions, or in a layer with a window the last window - 1 + S at most. While ``step``
+        is set it is the whole buffers in the order of their slots: see ``ligermodels.kernels.decode_attention``.
+        """
+        if self.step is not None:
+            for buffer, new in ((self.keys[layer], k), (self.values[layer], v)):
+                buffer.index_copy_(1, self.step.position % buffer.shape[1], new.to(buffer.dtype))
+            return self.keys[layer], self.values[layer]
+        window = self.windows[layer]
+        reach = self.length if window is None else min(self.length, window - 1)
+        return self._append(self.keys[layer], k, reach), self._append(self.values[layer], v, reach)
+
+    def _append(self, buffer: torch.Tensor, new: torch.Tensor, reach: int) -> torch.Tensor:
+        end = self.length + new.shape[1]
+        # The past is a constant, the new positions keep their gradient. Copies while gradients are recorded: a backward
+        # needs the keys as they are now, not as the next forward leaves the buffer. Where the new keys overwrite old
+        # ones, these are read first. Under autocast the new keys are narrower than the buffers.
+        if self.length == 0:
+            seen = new
+        elif torch.is_grad_enabled() or end > buffer.shape[1]:
+            seen = torch.cat((_last(buffer, self.length, reach).to(new.dtype), new), 1)
+        else:
+            seen = buffer[:, self.length - reach : end]
         with torch.no_grad():
-            self.keys[layer, :, start:end] = k
-            self.values[layer, :, start:end] = v
-        # Under autocast k and v are narrower than the buffers.
-        if torch.is_grad_enabled():
-            # The past is a constant, the new positions keep their gradient. Copies also where k and v need none: the
-            # queries may, and then backward needs the keys as they are now, not as the next forward leaves the buffer.
-            past_k, past_v = self.keys[layer, :, :start], self.values[layer, :, :start]
-            return torch.cat((past_k.to(k.dtype), k), 1), torch.cat((past_v.to(v.dtype), v), 1)
-        return self.keys[layer, :, :end].to(k.dtype), self.values[layer, :, :end].to(v.dtype)
+            _store(buffer, new, end)
+        return seen if seen is new else seen.to(new.dtype)
 
     def advance(self, new: int) -> None:
         self.length += new
+        self._written = max(self._written, self.length)
+
+    def rewind(self, length: int) -> int:
+        """Forget the positions from ``length`` on; returns how many are left.
+
+        That is ``length``, or 0 where a ring has already overwritten keys that the next position would see.
+        """
+        if not 0 <= length <= self.length:
+            raise LigerError(f"a cache of {self.length} positions cannot be cut to {length!r}")
+        for window, keys in zip(self.windows, self.keys, strict=True):
+            if window is not None and max(0, length - window + 1) < self._written - keys.shape[1]:
+                length = 0
+        self.length = length
+        if length == 0:
+            self._written = 0
+        return length
+
+
+def _last(buffer: torch.Tensor, end: int, count: int) -> torch.Tensor:
+    """The ``count`` positions before ``end`` in their order: a view, or a copy where the ring's seam is among them."""
+    room = buffer.shape[1]
+    first = (end - count) % room
+    if first + count <= room:
+        return buffer[:, first : first + count]
+    return torch.cat((buffer[:, first:], buffer[:, : first + count - room]), 1)
+
+
+def _store(buffer: torch.Tensor, new: torch.Tensor, end: int) -> None:
+    """Write ``new`` (B, S, K, D), the positions before ``end``, to their slots; of more than fit, the last."""
+    room = buffer.shape[1]
+    new = new[:, -room:]
+    first = (end - new.shape[1]) % room
+    fits = min(new.shape[1], room - first)
+    buffer[:, first : first + fits] = new[:, :fits]
+    buffer[:, : new.shape[1] - fits] = new[:, fits:]
