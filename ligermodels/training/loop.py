@@ -1,0 +1,205 @@
+"""The training loop: accumulate, clip, step, log, evaluate, save, and stop when told to."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ligermodels.base import CausalLM
+from ligermodels.errors import LigerError
+from ligermodels.training.checkpoint import Checkpoints, StopSignal, random_state, set_random_state
+from ligermodels.training.data import Batch, Loader
+from ligermodels.training.log import Log, plot
+from ligermodels.training.optimizer import AdamW
+from ligermodels.training.schedule import SCHEDULES, schedule
+
+
+def _option(default: Any, help: str, **more: Any) -> Any:
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is made of. ``add_arguments`` makes options of a command line of it."""
+
+    steps: int = _option(1000, "updates of the weights")
+    batch: int = _option(4, "rows a micro-batch")
+    seq: int = _option(2048, "tokens a row")
+    accumulation: int = _option(1, "micro-batches an update")
+    lr: float = _option(2e-5, "peak learning rate")
+    schedule: str = _option("cosine", "of the learning rate", choices=SCHEDULES)
+    warmup: int | None = _option(None, "updates until the peak (default: a tenth, at most 100)", type=int)
+    decay: int | None = _option(None, "updates of the fall at the end of wsd (default: a fifth)", type=int)
+    final: float = _option(0.1, "share of the peak at the end")
+    weight_decay: float = _option(0.0, "of matrices, by AdamW")
+    clip: float = _option(1.0, "largest norm of the gradient")
+    master: bool = _option(True, "fp32 master weights where the model is in half precision")
+    seed: int = _option(0, "of the order of the data and of all that is random")
+    eval_every: int = _option(100, "updates between evaluations, if there is evaluation data")
+    save_every: int = _option(200, "updates between checkpoints; 0: only when it is stopped")
+    keep: int = _option(2, "checkpoints to keep")
+    log_every: int = _option(10, "updates between readings of the loss (each waits for the GPU)")
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "seq", "accumulation", "eval_every", "keep", "log_every"):
+            if getattr(self, name) < 1:
+                raise LigerError(f"{name} must be at least 1, found {getattr(self, name)}")
+        if not self.lr > 0 or not self.clip > 0 or self.weight_decay < 0 or self.save_every < 0:
+            raise LigerError("lr and clip must be above 0, weight_decay and save_every not below")
+        self.share(0)
+
+    def share(self, update: int) -> float:
+        """Share of the peak learning rate at this update, counted from 0."""
+        warmup = min(100, self.steps // 10) if self.warmup is None else self.warmup
+        return schedule(update, self.steps, kind=self.schedule, warmup=warmup, decay=self.decay, final=self.final)
+
+
+# May be other than before when a run is resumed: they do not touch the curve.
+_FREE = ("eval_every", "save_every", "keep", "log_every")
+
+
+class Interrupted(LigerError):
+    """SIGINT or SIGTERM came; the run was saved and can be resumed."""
+
+
+def train(
+    model: CausalLM,
+    data: Loader,
+    settings: Settings,
+    out: str | Path,
+    *,
+    write: Callable[[Path], None] | None = None,
+    evaluation: Sequence[Batch] = (),
+    resume: bool = False,
+    tensorboard: bool = False,
+) -> list[float]:
+    """Train the parameters of ``model`` that require a gradient; returns the loss of every step.
+
+    Into the folder ``out`` go log.csv, loss.svg, checkpoints, and at the end ``final/``, which ``write(folder)`` fills
+    (by default with ``model.save_pretrained``). With ``resume`` the newest checkpoint there is continued exactly, where
+    there is one: model, data and settings must be made as they were.
+
+    Raises LigerError where ``out`` holds a run that is not to be resumed, or was made otherwise; when a loss is not
+    finite; when the data ends; Interrupted after SIGINT or SIGTERM.
+    """
+    write = write or model.save_pretrained
+    checkpoints, optimizer = Checkpoints(out, keep=settings.keep), _optimizer(model, settings)
+    torch.manual_seed(settings.seed)
+    first = _restore(checkpoints, optimizer, data, settings, resume)
+
+    def save(step: int) -> Path:
+        state = {"settings": dataclasses.asdict(settings), "random": random_state()}
+        return checkpoints.save(step, state | {"optimizer": optimizer.state_dict(), "data": data.state_dict()}, write)
+
+    model.train()
+    with Log(out, model, first, settings.steps, tensorboard=tensorboard) as log, StopSignal() as stop:
+        for step in range(first + 1, settings.steps + 1):
+            batches = _next(data, settings.accumulation, step)
+            loss = backward(model, batches)
+            lr = settings.lr * settings.share(step - 1)
+            norm = optimizer.step(lr, settings.clip)
+            log.add(step, loss, norm, lr, batches)
+
+            signal = stop.received  # read once: it may come at any moment
+            last = step == settings.steps
+            evaluates = bool(evaluation) and (last or step % settings.eval_every == 0)
+            saves = not last and (signal or (settings.save_every and step % settings.save_every == 0))
+            if last or evaluates or saves or step % settings.log_every == 0:
+                # before a checkpoint: none is ever made of weights that are not finite
+                log.flush((lambda: evaluate(model, evaluation)) if evaluates else None)
+            if saves:
+                path = save(step)
+                log.restart_clock()
+            if signal and not last:
+                raise Interrupted(f"{signal.name}: stopped after step {step}, resume from {path}")
+        checkpoints.finish(write)
+    plot(out)
+    return log.losses
+
+
+def backward(model: CausalLM, batches: Sequence[Batch]) -> torch.Tensor:
+    """Gradients and loss () of the mean over all supervised tokens, however these are cut into micro-batches."""
+    total, count = torch.zeros((), device=model.device), sum(b.supervised for b in batches)
+    for batch in batches:
+        ids, labels, bounds, *_ = batch.to(model.device)
+        loss = model(ids, labels=labels, cu_seqlens=bounds, num_items_in_batch=count).loss
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+@torch.no_grad()
+def evaluate(model: CausalLM, batches: Sequence[Batch]) -> float:
+    """Mean loss over all supervised tokens of the batches."""
+    training = model.training
+    model.eval()
+    total, count = torch.zeros((), device=model.device), sum(b.supervised for b in batches)
+    for batch in batches:
+        ids, labels, bounds, *_ = batch.to(model.device)
+        # one position's logits, as all of them would be (tokens, vocabulary)
+        total += model(ids, labels=labels, cu_seqlens=bounds, num_items_in_batch=count, logits_to_keep=1).loss
+    model.train(training)
+    return total.item()
+
+
+def _optimizer(model: CausalLM, settings: Settings) -> AdamW:
+    return AdamW(model, master=settings.master, weight_decay=settings.weight_decay)
+
+
+def _next(data: Loader, count: int, step: int) -> list[Batch]:
+    batches = [batch for _ in range(count) if (batch := next(data, None)) is not None]
+    if len(batches) < count:
+        raise LigerError(f"the data ended at step {step}: a Loader with epochs=None starts over")
+    return batches
+
+
+def _restore(checkpoints: Checkpoints, optimizer: AdamW, data: Loader, settings: Settings, resume: bool) -> int:
+    """Put everything to where the newest checkpoint was; returns its step, or 0 for a new run."""
+    if not resume and (checkpoints.latest() or (checkpoints.folder / "log.csv").exists()):
+        raise LigerError(f"{checkpoints.folder} holds a run already: resume it, or give another folder")
+    if checkpoints.latest() is None:
+        return 0
+    state = checkpoints.load()
+    before, now = state["settings"], dataclasses.asdict(settings)
+    if changed := [k for k in now if k not in _FREE and before.get(k) != now[k]]:
+        listed = ", ".join(f"{k} was {before.get(k)} and is {now[k]}" for k in changed)
+        raise LigerError(f"{checkpoints.folder} holds a run with other settings: {listed}")
+    optimizer.load_state_dict(state["optimizer"])
+    data.load_state_dict(state["data"])
+    set_random_state(state["random"])
+    return state["step"]
+
+
+def add_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """An option for every setting; ``settings_of(parser.parse_args())`` gives them back."""
+    for f in dataclasses.fields(Settings):
+        options = dict(f.metadata, default=defaults.get(f.name, f.default))
+        if f.type == "bool":
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options.setdefault("type", type(f.default))
+        parser.add_argument(f"--{f.name.replace('_', '-')}", **options)
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    return Settings(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Settings)})
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """For scripts: what a person can put right ends in one line on stderr, not in a traceback."""
+    try:
+        yield
+    except Interrupted as error:
+        print(error, file=sys.stderr)
+        sys.exit(130)
+    except (LigerError, OSError) as error:
+        sys.exit(f"error: {error}")
