@@ -65,7 +65,7 @@ def sweep_lines(report: dict) -> list[str]:
     operations = ", ".join(dict.fromkeys(r["op"] for r in found))
     lines = [
         f"Over {len(found)} shapes of {operations} (widths and vocabularies of real models, 256 to 131,072 tokens) "
-        f"forward + backward takes {median:.2f} of the fastest peer's time in the median; it is more than 3 % slower at "
+        f"forward + backward takes {median:.2f} of the fastest peer's time in the median. More than 3 % slower are "
         f"{len(slower)}, all so small that fixed costs decide:"
     ]
     for r in slower:
@@ -79,7 +79,7 @@ def sweep_lines(report: dict) -> list[str]:
 def rows(report: dict) -> list[str]:
     """One line of the table for each peer of one result file of step.py."""
     settings, results = report["settings"], report["results"]
-    others = [r for r in results if r["peer"] != "ours" and "tokens_per_s" in r]
+    others = [r for r in results if not r["peer"].startswith("ours") and "tokens_per_s" in r]
     best = max(others, key=lambda r: r["tokens_per_s"], default=None)
     title = f"{settings['model']}, {settings['batch']} × {settings['seq']}"
     title += f" × {settings['accumulation']} accumulated" * (settings["accumulation"] > 1)
