@@ -41,7 +41,9 @@ MODELS = {
     "gemma2-2b": "google/gemma-2-2b",
     "phi3.5-mini": "microsoft/Phi-3.5-mini-instruct",
     "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    "llava-1.5-7b": "llava-hf/llava-1.5-7b-hf",
     "tiny": None,  # for trying this script without a GPU: --model tiny --device cpu
+    "tiny-llava": None,
 }
 TINY = dict(
     model_type="llama",
@@ -54,13 +56,24 @@ TINY = dict(
     max_position_embeddings=512,
     tie_word_embeddings=False,
 )
+TINY_VISION = dict(model_type="clip_vision_model", hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+TINY_VISION |= dict(num_attention_heads=2, image_size=28, patch_size=14)
+TINY_LLAVA = dict(model_type="llava", image_token_index=511, text_config=TINY, vision_config=TINY_VISION)
+# What the sparse text_config of the published LLaVA leaves to LlamaConfig's defaults.
+LLAMA_7B = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32)
 ATTENTION = {"gemma2": "eager"}  # transformers' sdpa cannot cap scores, so its own default for this family is eager
 
 
 def config_of(model: str) -> dict:
     """config.json of a benchmarked model, in bf16 and without the keys that do not matter here."""
-    config = dict(PUBLISHED[MODELS[model]]["config"] if MODELS[model] else TINY)
+    tiny = {"tiny": TINY, "tiny-llava": TINY_LLAVA}
+    config = dict(PUBLISHED[MODELS[model]]["config"] if MODELS[model] else tiny[model])
     return {k: v for k, v in config.items() if k not in ("architectures", "torch_dtype")}
+
+
+def text_of(config: dict) -> dict:
+    """Of a model that reads images the config of its text model, else the config itself."""
+    return LLAMA_7B | config["text_config"] if "text_config" in config else config
 
 
 # ---------------------------------------------------------------------------------------------- one peer, one process
@@ -86,10 +99,14 @@ def build(args: argparse.Namespace):
             import liger_kernel.transformers as liger
 
             getattr(liger, f"apply_liger_kernel_to_{kind}")()
+            if kind == "llava":  # patches the loss only; the text model is patched as a Llama
+                liger.apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
         hf_config = transformers.AutoConfig.for_model(kind, **config)
-        hf_config.use_cache = False
+        hf_config.get_text_config().use_cache = False
+        images = "vision_config" in config
+        auto = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
         with torch.device(args.device):
-            model = transformers.AutoModelForCausalLM.from_config(
+            model = auto.from_config(
                 hf_config, attn_implementation=ATTENTION.get(kind, "sdpa"), dtype=torch.bfloat16
             )
         if args.checkpointing:
@@ -99,6 +116,8 @@ def build(args: argparse.Namespace):
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # parameters only: tables of rope must stay in fp32
             parameter.data = parameter.data.to(torch.bfloat16)
+            if "vision_config" in config:  # the peers agree on the names of its parts, not on how these are nested
+                name = ".".join(p for p in name.split(".") if p not in ("model", "language_model", "vision_model"))
             generator = torch.Generator(args.device).manual_seed(zlib.crc32(name.encode()))
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02, generator=generator)
@@ -106,6 +125,23 @@ def build(args: argparse.Namespace):
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
     forward = torch.compile(model) if args.worker == "hf-compile" else model
     return model, forward
+
+
+def make_batch(args: argparse.Namespace, seq: int, generator) -> dict:
+    """Random ids (batch, seq) as labels too; of a model that reads images one image a row, whose tokens come second."""
+    import torch
+
+    config = config_of(args.model)
+    options = dict(device=args.device, generator=generator)
+    if "vision_config" not in config:
+        ids = torch.randint(0, config["vocab_size"], (args.batch, seq), **options)
+        return dict(input_ids=ids, labels=ids)
+    vision, image = config["vision_config"], config["image_token_index"]
+    ids = torch.randint(0, image, (args.batch, seq), **options)
+    ids[:, 1 : 1 + (vision["image_size"] // vision["patch_size"]) ** 2] = image
+    shape = (args.batch, 3, vision["image_size"], vision["image_size"])
+    pixel_values = torch.randn(shape, **options).to(torch.bfloat16)
+    return dict(input_ids=ids, labels=ids.masked_fill(ids == image, -100), pixel_values=pixel_values)
 
 
 def measure(args: argparse.Namespace) -> dict:
@@ -120,7 +156,6 @@ def measure(args: argparse.Namespace) -> dict:
     result = dict(peer=args.worker, device=torch.cuda.get_device_name(0) if cuda else "CPU")
     try:
         model, forward = build(args)
-        vocab = config_of(args.model)["vocab_size"]
         result["parameters"] = sum(p.numel() for p in model.parameters())
         result["weights_gib"] = round(sum(p.numel() * p.element_size() for p in model.parameters()) / GIB, 2)
         if args.worker == "ours":
@@ -131,9 +166,8 @@ def measure(args: argparse.Namespace) -> dict:
         def step() -> torch.Tensor:
             total = 0.0
             for _ in range(args.accumulation):
-                shape = (args.batch, args.seq)
-                ids = torch.randint(0, vocab, shape, device=args.device, generator=tokens)
-                loss = forward(input_ids=ids, labels=ids).loss / args.accumulation
+                inputs = make_batch(args, args.seq, tokens)
+                loss = forward(**inputs).loss / args.accumulation
                 loss.backward()
                 total = total + loss.detach()
             optimizer.step()
@@ -176,11 +210,20 @@ def measure(args: argparse.Namespace) -> dict:
 
 
 def flops_per_token(args: argparse.Namespace, parameters: int) -> float:
-    """Model FLOPs of forward and backward: 6 a matmul weight, and causal attention (half of the full square)."""
-    c = config_of(args.model)
+    """Model FLOPs of forward and backward: 6 a matmul weight, and causal attention (half of the full square).
+
+    A vision tower's weights count for the patches of its one image a row, spread over the row's tokens.
+    """
+    config = config_of(args.model)
+    c, tower = text_of(config), 0.0
+    if vision := config.get("vision_config"):
+        H, layers = vision["hidden_size"], vision["num_hidden_layers"]
+        weights = layers * (4 * H * H + 2 * H * vision["intermediate_size"])
+        tower = 6 * weights * ((vision["image_size"] // vision["patch_size"]) ** 2 + 1) / args.seq
+        parameters -= weights
     width = c["num_attention_heads"] * (c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"])
     matmul = parameters - (0 if c.get("tie_word_embeddings") else c["vocab_size"] * c["hidden_size"])
-    return 6 * matmul + 6 * c["num_hidden_layers"] * args.seq * width
+    return 6 * matmul + 6 * c["num_hidden_layers"] * args.seq * width + tower
 
 
 def profile(step, cuda: bool, top: int = 40) -> list[dict]:
