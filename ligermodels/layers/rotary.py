@@ -183,6 +183,7 @@ class RotaryEmbedding(nn.Module):
         if rope["rope_type"] == "dynamic" and self.rotary_dim == 2:
             raise ConfigError("rope_type 'dynamic' needs a rotary dimension above 2: its exponent is d / (d - 2)")
         self._exact, self.scaling = inverse_frequencies(rope, self.rotary_dim, max_position_embeddings)
+        self._last: tuple[bool | int, torch.device, torch.Tensor] | None = None  # where they depend on the length
         device = torch.get_default_device()
         inv_freq = self._exact if device.type == "meta" else self._exact.to(device)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
@@ -202,8 +203,18 @@ class RotaryEmbedding(nn.Module):
             raise LigerError(
                 f"position {length - 1} is beyond {_MAX_POSITION - 1}, the last that fp32 angles can tell apart"
             )
-        inv_freq = self.inv_freq
-        if self.depends_on_length:
-            inv_freq, _ = inverse_frequencies(self.rope, self.rotary_dim, self.max_position_embeddings, length)
+        inv_freq = self._for_length(length, position_ids.device) if self.depends_on_length else self.inv_freq
         angle = position_ids[..., None].float() * inv_freq.to(position_ids.device)  # (B, S, rotary_dim/2)
         return angle.cos() * self.scaling, angle.sin() * self.scaling
+
+    def _for_length(self, length: int, device: torch.device) -> torch.Tensor:
+        """Frequencies for ``length`` positions, on the device; the last ones are kept: copying waits for the device."""
+        longrope = self.rope["rope_type"] == "longrope"
+        kind = length > self.rope["original_max_position_embeddings"] if longrope else length
+        if torch.compiler.is_compiling() or self._last is None or self._last[:2] != (kind, device):
+            inv_freq, _ = inverse_frequencies(self.rope, self.rotary_dim, self.max_position_embeddings, length)
+            inv_freq = inv_freq.to(device)
+            if torch.compiler.is_compiling():
+                return inv_freq
+            self._last = kind, device, inv_freq
+        return self._last[2]
