@@ -40,7 +40,7 @@ class LoraLinear(nn.Linear):
         nn.Module.__init__(self)  # W and b are those of ``base``, not copies
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
-        self.rank, self.alpha, self.dropout, self.rslora = rank, alpha, dropout, rslora
+        self.rank, self.alpha, self.dropout, self.rslora = rank, alpha, float(dropout), rslora
         self.scale = alpha / math.sqrt(rank) if rslora else alpha / rank
         options = {"bias": False, "device": base.weight.device, "dtype": dtype or torch.float32}
         self.lora_A = nn.Linear(self.in_features, rank, **options)  # its start is Kaiming's, as in PEFT
@@ -129,7 +129,7 @@ def add_lora(
 def _matching(model: nn.Module, targets: str | Iterable[str]) -> list[str]:
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     if targets == "all-linear":
-        return [name for name in linears if name != "lm_head"]
+        return [name for name in linears if not _is_head(name)]
     if isinstance(targets, str):
         try:
             matching = [name for name in linears if re.fullmatch(targets, name)]
@@ -145,6 +145,10 @@ def _matching(model: nn.Module, targets: str | Iterable[str]) -> list[str]:
         known = sorted({name.rpartition(".")[2] for name in linears})
         raise LigerError(f"LoRA target {', '.join(unmatched)} is no Linear of this model; it has {', '.join(known)}")
     return matching
+
+
+def _is_head(name: str) -> bool:
+    return name.rpartition(".")[2] == "lm_head"
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -169,7 +173,7 @@ def merge_lora(model: nn.Module, *, keep: bool = False) -> dict[str, LoraLinear]
     kept = {}
     for name in list(found):
         module = found.pop(name)
-        if name == "lm_head" and model.config.tie_word_embeddings:
+        if _is_head(name) and model.config.tie_word_embeddings:
             model.config.tie_word_embeddings = False
         _put(model, name, module.merged())
         if keep:
@@ -181,7 +185,7 @@ def unmerge_lora(model: nn.Module, kept: dict[str, LoraLinear]) -> None:
     """Undo ``kept = merge_lora(model, keep=True)``, exactly."""
     for name, module in kept.items():
         _put(model, name, module)
-        if name == "lm_head" and module.weight is model.model.embed_tokens.weight:
+        if _is_head(name) and module.weight is model.model.embed_tokens.weight:
             model.config.tie_word_embeddings = True
 
 
