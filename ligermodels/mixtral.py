@@ -94,10 +94,10 @@ class MixtralBlock(nn.Module):
 
     def forward(self, x: torch.Tensor, context: Context) -> tuple[torch.Tensor, Routing]:
         h = self.input_layernorm(x)
-        with recompute(h, lambda: self.input_layernorm(x), enabled=self.recompute):
+        with recompute(h, self.input_layernorm, x, enabled=self.recompute):
             attended = self.self_attn(h, context)
         h, residual = self.post_attention_layernorm(attended, x)  # residual = x + attended, in the same pass
-        with recompute(h, lambda: self.post_attention_layernorm(residual), enabled=self.recompute):
+        with recompute(h, self.post_attention_layernorm, residual, enabled=self.recompute):
             out, routing = self.mlp(h)
         return residual + out, routing
 

@@ -13,6 +13,7 @@ from tiny import TINY
 from ligermodels import CheckpointError, ConfigError, LigerMixtral, LigerQwen3Moe, from_pretrained
 from ligermodels.checkpoints_convert.hf import open_checkpoint
 from ligermodels.checkpoints_convert.rewrites import stacked_experts
+from ligermodels.layers.memory import LEVELS
 from ligermodels.layers.moe import Routing, load_balancing_loss
 
 SMALL = {k: v for k, v in TINY.items() if k not in ("attention_bias", "mlp_bias")} | {"num_hidden_layers": 2}
@@ -209,7 +210,7 @@ def test_the_number_of_an_expert_does_not_matter(ours, ids):
         assert (ours(ids).logits - expected).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("level", ["none", "fast", "block"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_activation_memory_levels_give_the_same_gradients(ours, ids, level):
     ours.config.output_router_logits = True
     loss, expected = loss_and_gradients(ours, ids)
@@ -293,3 +294,100 @@ def test_a_new_model_has_all_weights_drawn():
     model = LigerMixtral(LigerMixtral.config_class.from_hf(copy.deepcopy(MIXTRAL) | {"initializer_range": 0.05}))
     for name, p in model.named_parameters():
         assert "norm" in name or 0.04 < p.std() < 0.06, name
+
+
+# -------------------------------------------------------------------------------------------------- on a CUDA device
+
+WIDE = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048}  # fmt: skip
+LARGER = {
+    "mixtral": MIXTRAL | ASK | WIDE | {"intermediate_size": 256, "num_local_experts": 8},
+    "qwen3_moe": QWEN | ASK | WIDE | {"moe_intermediate_size": 64, "num_experts": 32, "num_experts_per_tok": 4},
+}
+
+
+@pytest.fixture(params=LARGER, ids=str)
+def load(request, tmp_path):
+    """load("ours" | "hf", dtype): the same model on the device, its logits of a size that trained models have."""
+    hf = check.scaled_hf(LARGER[request.param])
+    with torch.no_grad():
+        for name, p in hf.named_parameters():
+            if "norm" not in name:
+                p.mul_(0.4)
+    hf.save_pretrained(tmp_path)
+
+    def load(whose, dtype=torch.float32):
+        if whose == "ours":
+            return from_pretrained(tmp_path, dtype=dtype, device="cuda")
+        return type(hf).from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager").cuda()
+
+    return load
+
+
+@pytest.fixture
+def many_ids():
+    return torch.randint(3, 512, (2, 512), generator=torch.Generator().manual_seed(0)).cuda()
+
+
+@pytest.mark.gpu
+def test_on_cuda_fp32_equals_transformers(load, many_ids):
+    hf, ours = load("hf"), load("ours")
+    expected = hf(input_ids=many_ids, labels=many_ids)
+    out = ours(many_ids, labels=many_ids, logits_to_keep=512)
+    assert (out.logits - expected.logits).abs().max() <= 5e-4
+    assert abs(out.loss - expected.loss) <= 1e-5 and abs(out.aux_loss - expected.aux_loss) <= 1e-5
+    expected.loss.backward()
+    out.loss.backward()
+    gradients = {name: p.grad for name, p in hf.named_parameters()}
+    errors = {name: check.relative(p.grad, gradients[name]) for name, p in ours.named_parameters()}
+    assert max(errors.values()) <= 1e-4, errors
+    for model in (hf, ours):
+        model.config.output_router_logits = False
+    prompt = many_ids[:, :16]
+    options = {"max_new_tokens": 24}
+    expected = hf.generate(prompt, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
+    assert ours.generate(prompt, eos_token_id=[], **options).tolist() == expected.tolist()
+
+
+@pytest.mark.gpu
+def test_on_cuda_bf16_is_as_close_to_the_truth_as_transformers(load, many_ids):
+    hf, ours = load("hf", torch.bfloat16), load("ours", torch.bfloat16)
+    truth = copy.deepcopy(hf).float()
+    with torch.no_grad():
+        reference = truth(many_ids).logits
+        theirs, own = ((model(many_ids).logits - reference).square().mean().sqrt() for model in (hf, ours))
+    assert own <= 1.25 * theirs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["fast", "mlp", "block"])
+def test_on_cuda_a_step_repeats_its_bits_and_waits_for_nothing(load, many_ids, level):
+    ours = load("ours", torch.bfloat16)
+    ours.set_activation_memory(level)
+    loss, gradients = loss_and_gradients(ours, many_ids)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again, found = loss_and_gradients(ours, many_ids)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(loss, again)
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients, strict=True))
+
+
+@pytest.mark.gpu
+def test_on_cuda_a_step_can_be_captured(load, many_ids):
+    ours = load("ours", torch.bfloat16)
+    static = many_ids.clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        loss_and_gradients(ours, static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss, gradients = loss_and_gradients(ours, static)
+    static.copy_(many_ids.flip(1))  # other tokens, other experts
+    graph.replay()
+    expected_loss, expected = loss_and_gradients(ours, static)
+    assert torch.equal(loss, expected_loss)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
