@@ -106,9 +106,7 @@ def build(args: argparse.Namespace):
         images = "vision_config" in config
         auto = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
         with torch.device(args.device):
-            model = auto.from_config(
-                hf_config, attn_implementation=ATTENTION.get(kind, "sdpa"), dtype=torch.bfloat16
-            )
+            model = auto.from_config(hf_config, attn_implementation=ATTENTION.get(kind, "sdpa"), dtype=torch.bfloat16)
         if args.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     torch.set_default_dtype(torch.float32)
