@@ -117,6 +117,7 @@ class MultimodalConfig:
     eos_token_id = property(lambda self: self._special("eos_token_id"))
     pad_token_id = property(lambda self: self._special("pad_token_id"))
     vocab_size = property(lambda self: self.text_config.vocab_size)
+    hidden_size = property(lambda self: self.text_config.hidden_size)
     num_hidden_layers = property(lambda self: self.text_config.num_hidden_layers)
     max_position_embeddings = property(lambda self: self.text_config.max_position_embeddings)
 

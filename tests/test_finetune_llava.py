@@ -1,10 +1,11 @@
-"""examples/finetune_llava.py on a tiny random LLaVA, as from the command line."""
+"""examples/finetune_llava.py and the step benchmark on a tiny random LLaVA, as from the command line."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -101,3 +102,14 @@ def test_the_example_stays_short_and_supervises_answers_alone(folder):
     for row, answer in zip(batch["labels"], ("red", "blue"), strict=True):
         assert tokenizer.decode(row[row != -100]) == answer + "<|im_end|>"
     assert (batch["input_ids"] == 258).sum(1).tolist() == [4, 4]
+
+
+def test_the_step_benchmark_gives_both_peers_the_same_model_and_images(tmp_path):
+    step = SCRIPT.parent.parent / "benchmarks" / "step.py"
+    command = [sys.executable, step, "--model", "tiny-llava", "--device", "cpu", "--batch", "2", "--seq", "24"]
+    command += ["--peers", "ours,hf", "--steps", "1", "--warmup", "1", "--commit", "x", "--out", tmp_path / "out.json"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ours, hf = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert ours["parameters"] == hf["parameters"]
+    assert ours["first_loss"] == pytest.approx(hf["first_loss"], abs=2e-3)  # bf16 models, random weights
