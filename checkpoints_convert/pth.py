@@ -110,8 +110,7 @@ def _place(path: Path, name: object, value: object, size: int) -> TensorInfo:
 def save_pth(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a state dict that ``torch.load(weights_only=True)`` reads, by way of a temporary name."""
     unfinished = path.with_name(path.name + ".tmp")
-    with open(unfinished, "wb") as file:
-        torch.save(dict(tensors), file)
-        file.flush()
+    torch.save(dict(tensors), str(unfinished))  # given a name, not a file, it copies no tensor
+    with open(unfinished, "rb") as file:
         os.fsync(file.fileno())
     os.replace(unfinished, path)
