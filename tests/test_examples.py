@@ -30,10 +30,14 @@ def example():
     return module
 
 
+def script(monkeypatch, name, *arguments):
+    """A script of examples/ as from the command line."""
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+
+
 def run(monkeypatch, *arguments):
-    """examples/train.py as from the command line."""
-    monkeypatch.setattr(sys, "argv", ["train.py", "--text", str(STORY), *map(str, arguments)])
-    runpy.run_path(str(ROOT / "examples" / "train.py"), run_name="__main__")
+    script(monkeypatch, "train.py", "--text", STORY, *arguments)
 
 
 def hf_logits(folder, ids):
@@ -132,6 +136,110 @@ def test_a_wrong_argument_is_one_clear_line_and_leaves_nothing_behind(
     assert not out.exists()
 
 
+# ------------------------------------------------------------------------------------------- finetune.py, pretrain.py
+
+RUN = ("--device", "cpu", "--dtype", "float32", "--batch", 2, "--lr", 3e-3, "--log-every", 2, "--save-every", 2)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    lines = []
+    for name in ("Ann", "Bo", "Cy", "Di", "Ed"):
+        messages = [{"role": "user", "content": f"Who is {name}?"}, {"role": "assistant", "content": f"{name} it is."}]
+        lines.append(json.dumps({"messages": messages}))
+    path.write_text("\n".join([*lines, "{broken"]), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    torch.manual_seed(0)
+    return write_tiny_chat_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.mark.filterwarnings("ignore:left out")
+def test_finetune_learns_chats_and_resumes_where_it_was(tiny, chats, tmp_path, monkeypatch, capsys):
+    from ligermodels.training.log import read_log
+
+    def finetune(out, *more):
+        script(monkeypatch, "finetune.py", "--model", tiny, "--data", chats, "--eval-data", chats, "--out", out,
+               "--seq", 96, "--steps", 6, "--seed", 3, *RUN, *more)  # fmt: skip
+        return read_log(out / "log.csv")
+
+    rows = finetune(tmp_path / "a")
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.3 and rows[-1]["eval_loss"] > 0
+    assert "broken records were left out" in capsys.readouterr().out
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "checkpoint-00000002").rename(tmp_path / "b" / "checkpoint-00000002")
+    (tmp_path / "b" / "log.csv").write_bytes((tmp_path / "a" / "log.csv").read_bytes())
+    again = finetune(tmp_path / "b", "--resume")
+    assert [row["loss"] for row in again] == [row["loss"] for row in rows]
+    for suffix in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "a" / "final" / suffix).read_bytes() == (tmp_path / "b" / "final" / suffix).read_bytes()
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        ours = LigerLlama.from_pretrained(tmp_path / "a" / "final")(ids).logits
+        torch.testing.assert_close(ours, hf_logits(tmp_path / "a" / "final", ids), rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:left out")
+def test_finetune_with_lora_writes_an_adapter_and_the_merged_model(tiny, chats, tmp_path, monkeypatch):
+    from ligermodels.training.lora import load_adapter
+
+    script(monkeypatch, "finetune.py", "--model", tiny, "--data", chats, "--out", tmp_path, "--lora", 4, "--merge",
+           "--lora-targets", "q_proj", "lm_head", "--epochs", 2, "--seq", 96, *RUN)  # fmt: skip
+    model = LigerLlama.from_pretrained(tiny)
+    names = load_adapter(model, tmp_path / "final")
+    assert len(names) == 3 and "lm_head" in names
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        adapted = model(ids).logits
+        assert not torch.allclose(adapted, LigerLlama.from_pretrained(tiny)(ids).logits, atol=1e-4)
+        torch.testing.assert_close(hf_logits(tmp_path / "merged", ids), adapted, rtol=0, atol=1e-4)
+
+
+def test_pretrain_makes_a_tokenizer_and_a_model_that_learns(tmp_path, monkeypatch):
+    from ligermodels.training.log import read_log
+
+    script(monkeypatch, "pretrain.py", "--data", STORY.parent, "--eval-data", STORY, "--eval-batches", 2,
+           "--out", tmp_path, "--vocab", 300, "--seq", 32, "--steps", 8, "--schedule", "wsd", *RUN)  # fmt: skip
+    rows = read_log(tmp_path / "log.csv")
+    assert rows[0]["loss"] == pytest.approx(5.70, abs=0.25) and rows[-1]["loss"] < rows[0]["loss"] - 0.3  # ln 300
+    tokenizer = Tokenizer.from_pretrained(tmp_path / "final")
+    assert tokenizer.vocab_size == 300 and tokenizer.decode(tokenizer.encode("été 北京")) == "été 北京"
+    ids = torch.tensor([tokenizer.encode("The lamp asks for very little.")])
+    with torch.no_grad():
+        ours = LigerLlama.from_pretrained(tmp_path / "final")(ids).logits
+        torch.testing.assert_close(ours, hf_logits(tmp_path / "final", ids), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("finetune.py", ("--data", "{tmp}/absent.jsonl"), "absent.jsonl: cannot be read"),
+        ("finetune.py", ("--data", "{tmp}/bad.jsonl", "--strict"), "bad.jsonl, line 1: not valid JSON"),
+        ("finetune.py", ("--data", "{tmp}/good.jsonl", "--lora", 4, "--lora-targets", "qproj"), "qproj is no Linear"),
+        ("finetune.py", ("--data", "{tmp}/good.jsonl", "--steps", 0), "steps must be at least 1"),
+        ("pretrain.py", ("--data", "{tmp}/good.jsonl", "--config", "{tmp}/bad.jsonl"), "bad.jsonl"),
+        ("pretrain.py", ("--data", "{tmp}/good.jsonl", "--vocab", 300, "--schedule", "wsd", "--decay", 2000), "decay"),
+    ],
+)
+def test_what_is_wrong_is_one_line(name, arguments, message, tiny, tmp_path, monkeypatch):
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    (tmp_path / "good.jsonl").write_text('{"text": "a good text"}\n')
+    model = ("--model", tiny) if name == "finetune.py" else ()
+    arguments = [str(a).format(tmp=tmp_path) for a in arguments]
+    with pytest.raises(SystemExit) as stopped:
+        script(monkeypatch, name, *model, "--out", tmp_path / "out", "--device", "cpu", *arguments)
+    text = str(stopped.value.code)
+    assert text.startswith("error: ") and message in text and "\n" not in text
+    assert not (tmp_path / "out" / "final").exists()
+
+
+# ---------------------------------------------------------------------------------------------------- demo.py, step.py
+
+
 def test_the_demo_fails_if_the_answer_lacks_paris(tmp_path, monkeypatch, capsys):
     write_tiny_chat_model(tmp_path / "smollm2")  # random weights in the place of the real ones
     monkeypatch.syspath_prepend(ROOT / "examples")
@@ -180,6 +288,7 @@ def test_a_peer_that_crashes_or_runs_out_of_memory_is_a_line_of_the_table():
 def test_what_people_read_stays_short():
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("*/*.py")}
     assert lines[ROOT / "examples" / "train.py"] <= 80
+    assert max(lines[ROOT / "examples" / name] for name in ("finetune.py", "pretrain.py")) <= 120
     package = ROOT / "ligermodels"
     families = [path for path in package.glob("*.py") if "class Liger" in path.read_text(encoding="utf-8")]
     families = [path for path in families if path.name != "errors.py"]
