@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
     cli.add_argument("--strict", action="store_true", help="stop at the first broken record, instead of leaving it out")
     cli.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of the model")
     cli.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    cli.add_argument("--activation-memory", choices=LEVELS, default="fast", help="less memory for more computing")
+    cli.add_argument("--activation-memory", default="fast", help=f"{', '.join(LEVELS)}; but for none also +offload")
     cli.add_argument("--tensorboard", action="store_true", help="also write TensorBoard's files, to OUT/tensorboard")
     add_arguments(cli, lr=1e-3, weight_decay=0.1, seq=512, batch=8)
     return cli.parse_args()

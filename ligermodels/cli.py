@@ -98,6 +98,17 @@ def convert(context: typer.Context) -> None:
     raise typer.Exit(convert_main(context.args))
 
 
+@app.command(
+    add_help_option=False,  # as for convert
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def train(context: typer.Context) -> None:
+    """Fine-tune a model folder, whole or by LoRA, on texts and chats: `ligermodels train --help`."""
+    from ligermodels.training.__main__ import main as train_main
+
+    train_main(context.args, "ligermodels train")
+
+
 def main() -> None:
     """The console script. Errors of the project are one readable line; any other exception is a bug."""
     try:

@@ -199,6 +199,20 @@ def test_finetune_with_lora_writes_an_adapter_and_the_merged_model(tiny, chats, 
         torch.testing.assert_close(hf_logits(tmp_path / "merged", ids), adapted, rtol=0, atol=1e-4)
 
 
+def test_the_command_line_trains_as_the_example_does(tiny, chats, tmp_path):
+    from typer.testing import CliRunner
+
+    from ligermodels.cli import app
+
+    command = ["train", "--model", tiny, "--data", chats, "--out", tmp_path, "--seq", 96, "--steps", 2, *RUN]
+    with pytest.warns(UserWarning, match=r"chats.jsonl, line 6: not valid JSON"):
+        done = CliRunner().invoke(app, list(map(str, command)))
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "final" / "model.safetensors").is_file()
+    done = CliRunner().invoke(app, ["train", "--help"])
+    assert "usage: ligermodels train" in done.output and "--lora RANK" in done.output
+
+
 def test_pretrain_makes_a_tokenizer_and_a_model_that_learns(tmp_path, monkeypatch):
     from ligermodels.training.log import read_log
 

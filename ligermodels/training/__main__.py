@@ -1,0 +1,101 @@
+"""Fine-tune a model folder, whole or by LoRA, on texts and chats; of a chat only the assistant's words are learnt.
+
+    ligermodels train --model runs/smollm2 --data chats.jsonl --out runs/tuned --epochs 2 --lora 16
+    python examples/finetune.py --model runs/smollm2 --data book.txt --out runs/tuned --steps 200 --resume
+
+A line of a .jsonl file is {"messages": [{"role": "user", "content": "..."}, ...]} or {"text": "..."}. The result is in
+OUT/final: a model folder, or with --lora an adapter in PEFT's layout (--merge: a model folder then too). --resume goes
+on from the newest checkpoint in OUT, if there is one, as if nothing had happened.
+"""
+
+import argparse
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":  # before torch loads: waiting threads sleep, not spin
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+import torch
+
+from ligermodels import Tokenizer, from_pretrained
+from ligermodels.layers.memory import LEVELS
+from ligermodels.training.data import Encoder, Loader, open_files
+from ligermodels.training.loop import add_arguments, plain_errors, settings_of, train
+from ligermodels.training.lora import add_lora, merge_lora, save_adapter
+
+
+def arguments(given: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
+    cli = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--model", required=True, help="a folder in Hugging Face layout")
+    cli.add_argument("--data", nargs="+", required=True, help=".jsonl or text files, or folders of such")
+    cli.add_argument("--eval-data", nargs="+", help="the same, for an evaluation loss")
+    cli.add_argument("--eval-batches", type=int, default=50, help="at most so many of it")
+    cli.add_argument("--out", type=Path, required=True, help="folder for checkpoints, log.csv, loss.svg, final/")
+    cli.add_argument("--resume", action="store_true", help="go on with the run in OUT")
+    cli.add_argument("--epochs", type=float, help="passes over the data, instead of --steps")
+    cli.add_argument("--turns", choices=("all", "last"), default="all", help="which answers of a chat are learnt")
+    cli.add_argument("--strict", action="store_true", help="stop at the first broken record, instead of leaving it out")
+    cli.add_argument("--lora", type=int, metavar="RANK", help="train a low-rank adapter instead of the whole model")
+    cli.add_argument("--lora-alpha", type=float, help="default: twice the rank")
+    cli.add_argument("--lora-dropout", type=float, default=0.0)
+    cli.add_argument("--lora-targets", nargs="+", default="all-linear", help="such as q_proj v_proj lm_head")
+    cli.add_argument("--merge", action="store_true", help="with --lora: also write the merged model, to OUT/merged")
+    cli.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of the model")
+    cli.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    cli.add_argument("--activation-memory", default="fast", help=f"{', '.join(LEVELS)}; but for none also +offload")
+    cli.add_argument("--tensorboard", action="store_true", help="also write TensorBoard's files, to OUT/tensorboard")
+    add_arguments(cli)
+    return cli.parse_args(given)
+
+
+def finetune(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    tokenizer = Tokenizer.from_pretrained(args.model)
+    model = from_pretrained(args.model, dtype=args.dtype, device=args.device)
+    model.set_activation_memory(args.activation_memory)
+
+    def rows(paths: list[str], **options) -> Loader:
+        pad = tokenizer.pad_token_id or 0
+        options = {"batch": args.batch, "seq": args.seq, "pad_id": pad, "strict": args.strict, **options}
+        return Loader(open_files(paths), Encoder(tokenizer, turns=args.turns), **options)
+
+    if args.epochs:  # how many batches they make is known once they are packed
+        batches = sum(1 for _ in rows(args.data, epochs=1, seed=args.seed))
+        args.steps = max(1, math.ceil(args.epochs * batches / args.accumulation))
+    settings = settings_of(args)
+    data = rows(args.data, seed=args.seed)
+    evaluation = []
+    if args.eval_data:
+        evaluation = list(itertools.islice(rows(args.eval_data, epochs=1, shuffle=False), args.eval_batches))
+
+    if args.lora:
+        add_lora(model, rank=args.lora, alpha=args.lora_alpha, targets=args.lora_targets, dropout=args.lora_dropout)
+
+    def write(folder: Path) -> None:
+        if args.lora:
+            save_adapter(model, folder, base=args.model)
+        else:
+            model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    train(
+        model, data, settings, args.out,
+        write=write, evaluation=evaluation, resume=args.resume, tensorboard=args.tensorboard,
+    )  # fmt: skip
+    if data.skipped or data.cut:
+        print(f"{data.skipped} broken records were left out, {data.cut} chats were cut to --seq {args.seq} tokens")
+    if args.lora and args.merge:
+        merge_lora(model)
+        model.save_pretrained(args.out / "merged")
+        tokenizer.save_pretrained(args.out / "merged")
+
+
+def main(given: Sequence[str] | None = None, prog: str | None = None) -> None:
+    with plain_errors():
+        finetune(arguments(given, prog))
+
+
+if __name__ == "__main__":
+    main()
