@@ -14,10 +14,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -30,7 +30,12 @@ from ligermodels.config import Config, _check_type, resolve_dtype
 from ligermodels.errors import ConfigError, LigerError
 from ligermodels.inputs import check_ids
 from ligermodels.layers.cache import KVCache
+from ligermodels.layers.memory import split_level
 from ligermodels.vision import TOWERS, VisionConfig, read_vision_config
+
+if TYPE_CHECKING:
+    from ligermodels.planner import Plan
+    from ligermodels.tokenizer import Tokenizer
 
 
 @dataclass
@@ -163,11 +168,21 @@ class MultimodalLM(CausalLM):
                     if getattr(module, "bias", None) is not None:
                         nn.init.zeros_(module.bias)
 
-    def set_activation_memory(self, level: str) -> None:
-        """As for any model; the level holds for the layers of the tower too."""
-        self.language_model.set_activation_memory(level)
-        self.vision_tower.set_activation_memory(level)
-        self.activation_memory = level
+    def set_activation_memory(self, level: str | Sequence[str], *, lag: int = 1) -> None:
+        """As for any model; ``level`` may be one for each layer of the text model.
+
+        The tower has three of the levels: it keeps the inputs of its layers only where the text model is at "block" or
+        "attention" in any layer, everything at "none", and what is not cheap to rebuild at any other level.
+        """
+        self.language_model.set_activation_memory(level, lag=lag)
+        levels = {split_level(x)[0] for x in ([level] if isinstance(level, str) else level)}
+        self.vision_tower.set_activation_memory(
+            "block" if levels & {"block", "attention"} else "none" if levels == {"none"} else "fast"
+        )
+        self.activation_memory = self.language_model.activation_memory
+
+    def fit_memory(self, budget_gib: float, batch: int, seq: int, **options: Any) -> Plan:
+        raise LigerError("fit_memory plans for text models; with images use set_activation_memory")
 
     def make_cache(self, batch_size: int, max_length: int) -> KVCache:
         """Room for keys and values of ``max_length`` positions, image tokens among them, of ``batch_size`` rows."""
@@ -241,18 +256,25 @@ class MultimodalLM(CausalLM):
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
+        stop_strings: str | list[str] | None = None,
+        tokenizer: Tokenizer | None = None,
         seed: int | None = None,
-    ) -> torch.Tensor:
+        logprobs: bool = False,
+        cache: KVCache | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """(B, S + new) ids: the prompts (B, S), padded on the left, and what follows. See ``generation.stream``.
 
         ``pixel_values`` (and, for LLaVA-NeXT, ``image_sizes``) as in ``forward``.
         """
         return generation.generate(
             self, input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, temperature=temperature,
-            top_k=top_k, top_p=top_p, eos_token_id=eos_token_id, pad_token_id=pad_token_id, seed=seed,
-            prompt_inputs=_given(pixel_values=pixel_values, image_sizes=image_sizes),
+            top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id, stop_strings=stop_strings, tokenizer=tokenizer, seed=seed, logprobs=logprobs,
+            cache=cache, prompt_inputs=self._prompt(pixel_values, image_sizes),
         )  # fmt: skip
 
     def stream(
@@ -266,17 +288,29 @@ class MultimodalLM(CausalLM):
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
+        stop_strings: str | list[str] | None = None,
+        tokenizer: Tokenizer | None = None,
         seed: int | None = None,
-    ) -> Iterator[torch.Tensor]:
+        logprobs: bool = False,
+        cache: KVCache | None = None,
+    ) -> Iterator[Any]:
         """Yields the (B,) ids of each new position. See ``generate`` for the arguments."""
         return generation.stream(
             self, input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, temperature=temperature,
-            top_k=top_k, top_p=top_p, eos_token_id=eos_token_id, pad_token_id=pad_token_id, seed=seed,
-            prompt_inputs=_given(pixel_values=pixel_values, image_sizes=image_sizes),
+            top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id, stop_strings=stop_strings, tokenizer=tokenizer, seed=seed, logprobs=logprobs,
+            cache=cache, prompt_inputs=self._prompt(pixel_values, image_sizes),
         )  # fmt: skip
 
-
-def _given(**inputs: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in inputs.items() if value is not None}
+    def _prompt(
+        self, pixel_values: torch.Tensor | None, image_sizes: torch.Tensor | None
+    ) -> dict[str, torch.Tensor] | None:
+        """What goes with the prompt, for ``generation``; pixel_values on the model's device."""
+        if pixel_values is None:
+            return None
+        found = {"pixel_values": pixel_values.to(self.device)}
+        return found if image_sizes is None else found | {"image_sizes": image_sizes}

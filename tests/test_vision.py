@@ -392,7 +392,7 @@ def test_activation_memory_levels_give_the_same_gradients_and_keep_less(pair, ba
     _, ours = pair
     ids, given, _ = batch
     expected, kept = None, {}
-    for level in ("none", "fast", "block"):
+    for level in ("none", "fast", "attention", "block"):
         ours.set_activation_memory(level)
         kept[level] = elements_kept(lambda: ours.vision_tower(given["pixel_values"].flatten(0, -4), [-1]))
         loss = ours(ids, labels=ids, **given).loss
@@ -400,7 +400,11 @@ def test_activation_memory_levels_give_the_same_gradients_and_keep_less(pair, ba
         expected = expected or gradients
         for found, truth in zip(gradients, expected, strict=True):
             assert (found is None and truth is None) or torch.equal(found, truth)
-    assert kept["block"] < kept["none"] / 3
+    assert kept["block"] == kept["attention"] < kept["none"] / 3
+    ours.set_activation_memory(["fast", "mlp"] * 2 + ["block"] * (ours.config.num_hidden_layers - 4))
+    assert ours.vision_tower.activation_memory == ("fast" if ours.config.num_hidden_layers == 4 else "block")
+    with pytest.raises(LigerError, match="text models"):
+        ours.fit_memory(1.0, 1, 8)
 
 
 @one_of_each
