@@ -594,3 +594,31 @@ def test_on_a_gpu_a_later_mismatch_is_not_a_number_and_nothing_waits(tmp_path):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert loss.isfinite() and wrong.isnan()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_on_a_gpu_generation_with_images_equals_the_cpu(name, tmp_path):
+    """Captured steps after a prompt with images, one row padded on the left."""
+    _, ours = make_pair(VARIANTS[name], tmp_path)
+    ids, given = prompt(ours.config, [[0, 1], [2]], 130), images(ours.config, 3)
+    ids[1] = ids[1].roll(4)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    expected = ours.generate(ids, attention_mask=mask, max_new_tokens=48, eos_token_id=[], **given)
+    on_gpu = ligermodels.from_pretrained(tmp_path, device="cuda")
+    found = on_gpu.generate(ids, attention_mask=mask, max_new_tokens=48, eos_token_id=[], **given)
+    assert found.cpu().tolist() == expected.tolist()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_long_rows_with_images_equal_the_cpu(tmp_path):
+    """1,200 positions take FlexAttention, in which the tokens of an image must see each other too."""
+    _, ours = make_pair(GEMMA3 | {"mm_tokens_per_image": 16}, tmp_path)
+    ids, given = prompt(ours.config, [[0, 1], [2]], 1200).roll(700, dims=1), images(ours.config, 3)
+    on_gpu = ligermodels.from_pretrained(tmp_path, device="cuda")
+    with torch.no_grad():
+        expected = ours(ids, **given).logits
+        found = on_gpu(ids.cuda(), pixel_values=given["pixel_values"].cuda()).logits.cpu()
+        assert (ours(ids, token_type_ids=ids * 0, **given).logits - expected).abs().max() > 0.1
+    assert (found - expected).abs().max() <= 1e-3
