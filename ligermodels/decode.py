@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ligermodels.base import CausalLM
     from ligermodels.generation import Sampler
 
+_OVERLAP = False  # launch a kernel before the last one has ended: see gemv.py
 _ROOM = 256  # a kept cache's length is rounded up to a multiple of this, so that the next prompt may fit too
 
 
@@ -145,7 +146,7 @@ def decoder_for(
     if cache is None:
         cache = model.make_cache(rows, -(-length // _ROOM) * _ROOM)
     try:
-        decoder = Decoder(model, cache, sampler, fused=fusible(model, rows), longest=longest)
+        decoder = Decoder(model, cache, sampler, fused=fusible(model, rows), longest=longest, overlap=_OVERLAP)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ligermodels import decode
 from ligermodels.errors import LigerError
+from ligermodels.kernels.greedy import choose_greedily
 from ligermodels.layers.cache import KVCache
 
 __all__ = ["Sampler", "generate", "stream"]
@@ -323,6 +324,7 @@ class Sampler:
         self.token = torch.zeros(rows, dtype=torch.long, device=device)
         self.fed = torch.zeros_like(self.token)
         self.ended = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._counters = torch.zeros(rows, dtype=torch.int32, device=device)
         self.logprob = torch.zeros(rows, device=device) if settings.logprobs else None
         self.seen = None
         if settings.repetition_penalty != 1:
@@ -340,6 +342,9 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> None:
         """logits (B, V): choose, and remember."""
+        if self._settings.temperature == 0 and self.seen is None and self.logprob is None:
+            choose_greedily(logits, self.token, self.fed, self.ended, self._eos, self._pad_id, self._counters)
+            return
         logits = logits.float()
         adjusted = logits
         if self.seen is not None:
