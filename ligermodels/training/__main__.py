@@ -20,6 +20,7 @@ if __name__ == "__main__":  # before torch loads: waiting threads sleep, not spi
 import torch
 
 from ligermodels import Tokenizer, from_pretrained
+from ligermodels.checkpoints_convert.hub import download
 from ligermodels.layers.memory import LEVELS
 from ligermodels.training.data import Encoder, Loader, open_files
 from ligermodels.training.loop import add_arguments, plain_errors, settings_of, train
@@ -28,7 +29,7 @@ from ligermodels.training.lora import add_lora, merge_lora, save_adapter
 
 def arguments(given: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     cli = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--model", required=True, help="a folder in Hugging Face layout")
+    cli.add_argument("--model", required=True, help="a folder in Hugging Face layout, or a hub repository: owner/name")
     cli.add_argument("--data", nargs="+", required=True, help=".jsonl or text files, or folders of such")
     cli.add_argument("--eval-data", nargs="+", help="the same, for an evaluation loss")
     cli.add_argument("--eval-batches", type=int, default=50, help="at most so many of it")
@@ -52,8 +53,9 @@ def arguments(given: Sequence[str] | None, prog: str | None) -> argparse.Namespa
 
 def finetune(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
-    tokenizer = Tokenizer.from_pretrained(args.model)
-    model = from_pretrained(args.model, dtype=args.dtype, device=args.device)
+    folder = args.model if Path(args.model).exists() else download(args.model)
+    tokenizer = Tokenizer.from_pretrained(folder)
+    model = from_pretrained(folder, dtype=args.dtype, device=args.device)
     model.set_activation_memory(args.activation_memory)
 
     def rows(paths: list[str], **options) -> Loader:

@@ -182,6 +182,8 @@ def add_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """An option for every setting; ``settings_of(parser.parse_args())`` gives them back."""
     for f in dataclasses.fields(Settings):
         options = dict(f.metadata, default=defaults.get(f.name, f.default))
+        if options["default"] is not None:
+            options["help"] += f" (default: {options['default']})"
         if f.type == "bool":
             options["action"] = argparse.BooleanOptionalAction
         else:
