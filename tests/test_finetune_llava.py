@@ -11,33 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_chat import write_tiny_chat_model
+from tiny_llava import IMAGE, write_tiny_llava
 
 import ligermodels
-from ligermodels import LigerLlava, LlavaConfig, Tokenizer
+from ligermodels import Tokenizer
 from ligermodels.image_processor import ImageProcessor
 
 Image = pytest.importorskip("PIL.Image")
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "finetune_llava.py"
-VISION = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-          "num_attention_heads": 4, "image_size": 28, "patch_size": 14}  # fmt: skip
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A tiny random LLaVA with its tokenizer and image processor, and two questions about two images."""
     torch.manual_seed(0)
-    folder = write_tiny_chat_model(tmp_path / "model")
-    text = json.loads((folder / "config.json").read_text()) | {"vocab_size": 264}
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    image = {"id": 258, "content": "<image>", "special": True}
-    image |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    tokenizer["added_tokens"].append(image)
-    config = {"model_type": "llava", "image_token_index": 258, "text_config": text, "vision_config": VISION}
-    LigerLlava(LlavaConfig.from_hf(config)).save_pretrained(folder)
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    processor = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "crop_size": 28}
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    folder = write_tiny_llava(tmp_path / "model")
     records = []
     for name, color in (("red", (255, 0, 0)), ("blue", (0, 0, 255))):
         Image.new("RGB", (40, 30), color).save(tmp_path / f"{name}.png")
@@ -101,7 +89,7 @@ def test_the_example_stays_short_and_supervises_answers_alone(folder):
     batch = example.encode(records, tokenizer, processor, "{image}{question}", folder.parent)
     for row, answer in zip(batch["labels"], ("red", "blue"), strict=True):
         assert tokenizer.decode(row[row != -100]) == answer + "<|im_end|>"
-    assert (batch["input_ids"] == 258).sum(1).tolist() == [4, 4]
+    assert (batch["input_ids"] == IMAGE).sum(1).tolist() == [4, 4]
 
 
 def test_the_step_benchmark_gives_both_peers_the_same_model_and_images(tmp_path):
