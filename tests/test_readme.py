@@ -6,9 +6,12 @@ import importlib.util
 import re
 from pathlib import Path
 
+import pytest
 from tiny_chat import write_tiny_chat_model
+from tiny_llava import write_tiny_llava
 
 import ligermodels
+from ligermodels.image_processor import ImageProcessor
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -23,14 +26,16 @@ def load(path: str):
 
 
 def test_every_python_snippet_runs(tmp_path, monkeypatch):
-    folder = write_tiny_chat_model(tmp_path / "hub")
+    chat, llava = "HuggingFaceTB/SmolLM2-135M-Instruct", "llava-hf/llava-1.5-7b-hf"
+    folders = {chat: write_tiny_chat_model(tmp_path / "chat"), llava: write_tiny_llava(tmp_path / "llava")}
+    pytest.importorskip("PIL.Image").new("RGB", (40, 30)).save(tmp_path / "photo.jpg")
     asked = []
 
-    def from_hub(cls, repo, **options):  # no internet in tests: the tiny folder stands for the repository
+    def from_hub(cls, repo, **options):  # no internet in tests: a tiny folder stands for the repository
         asked.append(repo)
-        return cls.from_pretrained(folder, **options)
+        return cls.from_pretrained(folders[repo], **options)
 
-    for cls in (ligermodels.LigerLlama, ligermodels.Tokenizer):
+    for cls in (ligermodels.LigerLlama, ligermodels.LigerLlava, ligermodels.Tokenizer, ImageProcessor):
         monkeypatch.setattr(cls, "from_hub", classmethod(from_hub))
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -38,7 +43,7 @@ def test_every_python_snippet_runs(tmp_path, monkeypatch):
     names: dict = {}
     for number, snippet in enumerate(snippets, 1):  # in the order of the page: later ones use names of earlier ones
         exec(compile(snippet, f"<README snippet {number}>", "exec"), names)
-    assert asked == ["HuggingFaceTB/SmolLM2-135M-Instruct"] * 2
+    assert asked == [chat] * 2 + [llava] * 3
     assert (tmp_path / "my-model" / "model.safetensors").is_file()
     assert names["loss"].isfinite()
 
