@@ -57,7 +57,9 @@ def open_gguf(path: Path, *, dtype: torch.dtype | None = None) -> Source:
     expect_shapes(
         path, stored, {name: entry.shape for name, entry in expected.items()}, f"a model of type {config['model_type']}"
     )
-    files: dict[str, Path | dict] = {"generation_config.json": generation_config_of(config, metadata)}
+    generation = generation_config_of(path, config, metadata)
+    config["eos_token_id"] = generation.get("eos_token_id")
+    files: dict[str, Path | dict] = {"generation_config.json": generation}
     tokenizer = tokenizer_of(path, metadata)
     if tokenizer is not None:
         files |= {

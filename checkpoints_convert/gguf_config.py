@@ -137,6 +137,8 @@ def config_of(path: Path, metadata: dict, entries: dict[str, GGUFTensor], dtype:
     window = metadata.get(f"{architecture}.attention.sliding_window")
     if window and family in ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text"):
         window = size("attention.sliding_window")
+    if family in ("mistral", "mixtral", "qwen2", "phi3"):
+        del config["attention_bias"]  # no key of theirs
     if family == "llama":
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in entries
     elif family in ("mistral", "mixtral"):
@@ -163,8 +165,11 @@ def config_of(path: Path, metadata: dict, entries: dict[str, GGUFTensor], dtype:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
-    if experts and config.get("num_experts", config.get("num_local_experts")) > 2**16:
-        raise CheckpointError(f"{path}: {architecture}.expert_count is {experts}: too many")
+    router = entries.get("blk.0.ffn_gate_inp.weight")
+    if experts and (router is None or router.shape[0] != experts):
+        raise CheckpointError(
+            f"{path}: {architecture}.expert_count is {experts}, but blk.0.ffn_gate_inp.weight differs"
+        )
     ids = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
     for name, key in ids.items():
         number = metadata.get(f"tokenizer.ggml.{key}")

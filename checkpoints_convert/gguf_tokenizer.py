@@ -45,10 +45,14 @@ _MAX_TOKENIZER = 100_000_000  # bytes of a tokenizer.json; the largest published
 # ------------------------------------------------------------------------------------------- GGUF → Hugging Face files
 
 
-def generation_config_of(config: dict, metadata: dict) -> dict:
+def generation_config_of(path: Path, config: dict, metadata: dict) -> dict:
     """Ids to stop at: the end of the text, and of a turn or message where the file names other tokens for these."""
-    stops = [config["eos_token_id"], *(metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eot", "eom"))]
-    stops = list(dict.fromkeys(stop for stop in stops if stop is not None))
+    named = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")}
+    for key, stop in named.items():
+        if stop is not None and (type(stop) is not int or not 0 <= stop < config["vocab_size"]):
+            rows = config["vocab_size"]
+            raise CheckpointError(f"{path}: tokenizer.ggml.{key}_token_id is {stop}, not in a vocabulary of {rows}")
+    stops = list(dict.fromkeys(stop for stop in named.values() if stop is not None))
     values = {
         "bos_token_id": config["bos_token_id"],
         "eos_token_id": stops[0] if len(stops) == 1 else stops or None,

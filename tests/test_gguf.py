@@ -1,4 +1,4 @@
-"""GGUF → Hugging Face folder: real weights against gguf and transformers, and small synthetic files."""
+"""GGUF ↔ Hugging Face folder: real weights against gguf and transformers, all families there and back, small files."""
 
 import importlib.util
 import json
@@ -9,13 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from convert_cases import GLM, LLAMA, LLAMA_32, MISTRAL, MIXTRAL, SHARED, check_same_model, folder_of, tensors_of
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from ligermodels import LlamaConfig
 
 gguf = pytest.importorskip("gguf")
 
 from ligermodels.checkpoints_convert.__main__ import main  # noqa: E402
+from ligermodels.checkpoints_convert.convert import convert  # noqa: E402
 from ligermodels.checkpoints_convert.from_gguf import convert_gguf  # noqa: E402
-from ligermodels.checkpoints_convert.hf import open_checkpoint, read_config  # noqa: E402
-from ligermodels.errors import CheckpointError  # noqa: E402
+from ligermodels.checkpoints_convert.gguf_config import metadata_of  # noqa: E402
+from ligermodels.checkpoints_convert.gguf_file import read_gguf  # noqa: E402
+from ligermodels.checkpoints_convert.gguf_layout import layout  # noqa: E402
+from ligermodels.checkpoints_convert.gguf_tokenizer import _TEKKEN, _WORDS, tokenizer_metadata  # noqa: E402
+from ligermodels.checkpoints_convert.hf import open_checkpoint, read_config, save_checkpoint  # noqa: E402
+from ligermodels.checkpoints_convert.streamed import companions  # noqa: E402
+from ligermodels.errors import CheckpointError, ConfigError  # noqa: E402
 
 BYTES = "".join(sorted(__import__("tokenizers").pre_tokenizers.ByteLevel.alphabet()))
 H, A, K, D, INNER, LAYERS = 32, 8, 2, 4, 48, 2  # 8 heads, 2 kv heads of width 4: a mix-up of 4 and 2 shows
@@ -202,7 +212,6 @@ def test_real_config_is_the_published_one(converted):
 
 @pytest.mark.real
 def test_real_tokenizer_equals_transformers(converted):
-    from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
     file = smollm2()
@@ -223,8 +232,6 @@ def test_real_tokenizer_equals_transformers(converted):
 def test_smollm_cuts_digits_before_spaces(converted):
     """SmolLM2's own tokenizer isolates digits first, so a run of spaces before one stays whole (transformers'
     reading of the GGUF leaves that step out and splits the run)."""
-    from tokenizers import Tokenizer
-
     tokens = Tokenizer.from_file(str(converted / "tokenizer.json")).encode("x  12").tokens
     assert tokens == ["x", "ĠĠ", "1", "2"]
 
@@ -248,7 +255,6 @@ SPM_SCORES = [0.0] * 259 + [-float(i) for i in range(len(SPM) - 259)]
 
 
 def test_sentencepiece_vocabulary(tmp_path):
-    from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
     ids = {"bos": 1, "eos": 2, "unknown": 0}
@@ -266,8 +272,6 @@ def test_sentencepiece_vocabulary(tmp_path):
 
 
 def test_llama3_rules(tmp_path):
-    from tokenizers import Tokenizer
-
     tokens = [*BPE_TOKENS, "123", "whole", "<|begin|>", "<|eot|>"]
     types = [1] * (len(tokens) - 2) + [3, 3]
     ids = {"bos": len(tokens) - 2, "eos": len(tokens) - 1, "eot": 5}
@@ -288,7 +292,7 @@ def test_a_model_is_overwritten_only_on_demand(tmp_path, capsys):
     arguments = [str(file), str(tmp_path / "out")]
     command = [sys.executable, "-m", "ligermodels.checkpoints_convert", *arguments]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[1], env={"PYTHONPATH": "."})
-    assert read_config(tmp_path / "out")["torch_dtype"] == "bfloat16"
+    assert read_config(tmp_path / "out")["torch_dtype"] == "float32"  # as the file
 
     assert main(arguments) == 1
     assert "--force" in capsys.readouterr().err
@@ -319,6 +323,13 @@ def test_what_is_not_known_is_named(tmp_path, change, options, says):
     with pytest.raises(CheckpointError, match=says.replace(".", r"\.")):
         convert_gguf(file, tmp_path / "out")
     assert not list((tmp_path / "out").glob("*")) if (tmp_path / "out").exists() else True
+
+
+@pytest.mark.parametrize("key", ["bos", "eos", "eot", "padding"])
+def test_special_ids_beyond_the_vocabulary_are_named(tmp_path, key):
+    file = write_gguf(tmp_path / "a.gguf", weights(True, len(BPE_TOKENS)), tokens=BPE_TOKENS, ids={key: 999})
+    with pytest.raises(CheckpointError, match=rf"a\.gguf: tokenizer\.ggml\.{key}_token_id is 999"):
+        convert_gguf(file, tmp_path / "out")
 
 
 def test_damaged_files(tmp_path):
@@ -433,3 +444,343 @@ def test_a_gemma_3_has_its_names_norms_and_windows(tmp_path):
             write_gguf(tmp_path / "b.gguf", tensors, architecture="gemma3", tokens=BPE_TOKENS, keys=keys.items()),
             tmp_path / "b",
         )
+
+
+# ---------------------------------------------------------------------------------------------- all families, both ways
+
+GEMMA = SHARED | {"model_type": "gemma", "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}
+GEMMA |= {"hidden_activation": "gelu_pytorch_tanh"}
+GEMMA2 = GEMMA | {"model_type": "gemma2", "query_pre_attn_scalar": 32, "sliding_window": 8}
+GEMMA3 = GEMMA2 | {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 7,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+PHI3 = SHARED | {
+    "model_type": "phi3",
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "max_position_embeddings": 128,
+    "original_max_position_embeddings": 32,
+    "sliding_window": 8,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+        "long_factor": [1.5, 1.8, 2.1, 2.4, 2.7, 3.0, 3.3, 3.6],
+    },
+}
+QWEN2 = SHARED | {"model_type": "qwen2", "head_dim": 16}  # H / A: transformers reads no other from a GGUF
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+QWEN3_MOE = SHARED | {
+    "model_type": "qwen3_moe",
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+FAMILIES = {
+    "llama": LLAMA | {"attention_bias": True, "mlp_bias": True},
+    "llama3.2": LLAMA_32,
+    "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
+    "qwen2": QWEN2 | {"rope_scaling": YARN},
+    "qwen3": SHARED | {"model_type": "qwen3", "head_dim": 128},  # nor another here
+    "qwen3_moe": QWEN3_MOE | {"norm_topk_prob": True},
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "phi3": PHI3,
+    "glm": GLM | {"eos_token_id": [2, 3, 4]},
+    "glm4": GLM | {"model_type": "glm4"},
+}
+# What llama.cpp's loader asks every architecture for.
+REQUIRED = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
+            "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "rope.freq_base")  # fmt: skip
+
+
+def quiet(source: Path, target: Path, **options) -> Path:
+    """To a GGUF without a tokenizer, which warns."""
+    with pytest.warns(UserWarning, match="no tokenizer"):
+        return convert(source, target, to="gguf", **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_there_and_back(tmp_path, family):
+    source = folder_of(FAMILIES[family], tmp_path / "hf")
+    file = quiet(source, tmp_path / "model.gguf")
+    reader = gguf.GGUFReader(file)
+    architecture = reader.fields["general.architecture"].contents()
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    known = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[kind]}
+    for tensor in reader.tensors:
+        parts = tensor.name.split(".")
+        assert ".".join(["blk.{bid}", parts[2]] if parts[0] == "blk" else parts[:1]) in known
+        flat = len(tensor.shape) == 1 or "ffn_gate_inp" in tensor.name or tensor.name.startswith("rope_f")
+        assert tensor.tensor_type.name == ("F32" if flat else "F16")
+    assert all(f"{architecture}.{key}" in reader.fields for key in REQUIRED)
+    check_same_model(source, convert(file, tmp_path / "back", to="hf"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3", "phi3", "glm4"])
+def test_other_dtypes_there_and_back(tmp_path, family, dtype):
+    source = folder_of(FAMILIES[family], tmp_path / "hf", dtype)
+    back = convert(quiet(source, tmp_path / "model.gguf"), tmp_path / "back", to="hf")
+    if family == "gemma3" and dtype == torch.float32:  # 1 + weight is stored in fp32: the last bits of a norm are lost
+        a, b = tensors_of(source), tensors_of(back)
+        assert all(torch.equal(a[name], b[name]) for name in a if "norm" not in name)
+        assert all((a[name] - b[name]).abs().max() <= 2**-23 for name in a)
+    else:
+        check_same_model(source, back)
+
+
+@pytest.mark.parametrize("family", ["llama3.2", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
+def test_transformers_reads_what_we_write(tmp_path, family):
+    """Its own reader of GGUFs finds the weights, bit for bit."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    plain = FAMILIES[family] | {"rope_scaling": None, "vocab_size": 270}  # it reads no scaling
+    source = folder_of(plain, tmp_path / "hf", torch.float32)
+    byte_level(source, [pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    convert(source, tmp_path / "model.gguf", to="gguf")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").state_dict()
+    expected = tensors_of(source)
+    assert expected.keys() <= theirs.keys()
+    for name, tensor in expected.items():
+        exact = 2**-23 if family.startswith("gemma") and "norm" in name else 0
+        assert (theirs[name] - tensor).abs().max() <= exact, name
+    config = AutoConfig.from_pretrained(tmp_path, gguf_file="model.gguf")
+    for key in ("hidden_size", "intermediate_size", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"):
+        assert getattr(config, key) == pytest.approx(plain[key])
+
+
+def test_q8_0_rounds_each_32_numbers_to_127_steps(tmp_path):
+    config = LLAMA | {"intermediate_size": 112}  # rows of ffn_down are no multiple of 32
+    source = folder_of(config, tmp_path / "hf", torch.float32)
+    file = quiet(source, tmp_path / "model.gguf", dtype="q8_0")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    assert kinds["blk.0.ffn_up.weight"] == kinds["token_embd.weight"] == "Q8_0"
+    assert kinds["blk.0.ffn_down.weight"] == "F16" and kinds["blk.0.ffn_norm.weight"] == "F32"
+    ours, back = tensors_of(source), tensors_of(convert(file, tmp_path / "back", to="hf", dtype="float32"))
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"):
+        blocks, again = ours[name].view(-1, 32), back[name].view(-1, 32)
+        step = blocks.abs().amax(1, keepdim=True) / 127
+        assert ((blocks - again).abs() <= 0.5 * step + 127 * step * 2**-11).all()  # the step itself is in fp16
+    assert read_config(convert(file, tmp_path / "half", to="hf"))["torch_dtype"] == "bfloat16"
+
+
+QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "BF16")
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_any_quantisation_is_read_as_gguf_dequantises_it(tmp_path, kind):
+    """Random blocks, here of the embedding (107 rows of 256 numbers)."""
+    quantisation = gguf.GGMLQuantizationType[kind]
+    per_block, size = gguf.GGML_QUANT_SIZES[quantisation]
+    blocks = np.random.default_rng(0).integers(0, 100, (97, 256 // per_block * size), dtype=np.uint8)
+    config = LLAMA | {"hidden_size": 256, "head_dim": 32, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    source = quiet(folder_of(config, tmp_path / "hf"), tmp_path / "plain.gguf")
+    metadata, entries = read_gguf(source)
+    writer = gguf.GGUFWriter(tmp_path / "quantised.gguf", "llama")
+    for key, value in metadata.items():
+        if key.startswith(("llama.", "tokenizer.")):
+            add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+            add(key, value)
+    for name, entry in entries.items():
+        if name == "token_embd.weight":
+            writer.add_tensor(name, blocks, raw_dtype=quantisation)
+        else:
+            writer.add_tensor(name, np.array(entry.data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    folder = convert(tmp_path / "quantised.gguf", tmp_path / "out", to="hf", dtype="float32")
+    expected = torch.from_numpy(gguf.quants.dequantize(blocks, quantisation))
+    assert torch.isfinite(expected).all() and expected.unique().numel() > 50
+    assert torch.equal(tensors_of(folder)["model.embed_tokens.weight"], expected)
+
+
+def test_a_model_split_over_files(tmp_path):
+    source = quiet(folder_of(LLAMA, tmp_path / "hf"), tmp_path / "whole.gguf")
+    metadata, entries = read_gguf(source)
+    writer = gguf.GGUFWriter(tmp_path / "part.gguf", "llama", split_max_tensors=8)
+    for key, value in metadata.items():
+        if key.startswith(("llama.", "tokenizer.")):
+            {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](key, value)
+    for name, entry in entries.items():
+        writer.add_tensor(name, np.array(entry.data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = sorted(path.name for path in tmp_path.glob("part*.gguf"))
+    assert parts == [f"part-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    check_same_model(tmp_path / "hf", convert(tmp_path / parts[0], tmp_path / "out", to="hf"))
+    with pytest.raises(CheckpointError, match="give the first"):
+        convert(tmp_path / parts[1], tmp_path / "second", to="hf")
+    (tmp_path / parts[2]).unlink()
+    with pytest.raises(CheckpointError, match=r"missing: part-00003-of-00003\.gguf"):
+        convert(tmp_path / parts[0], tmp_path / "second", to="hf")
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "use_sliding_window"),
+        (SHARED | {"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
+        (GEMMA2 | {"query_pre_attn_scalar": 16}, "query_pre_attn_scalar"),
+        (GEMMA2 | {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        (GEMMA | {"tie_word_embeddings": False}, "tie_word_embeddings"),
+        (QWEN3_MOE | {"norm_topk_prob": False}, "norm_topk_prob"),
+        (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ],
+)
+def test_what_llama_cpp_cannot_compute_is_refused(tmp_path, config, says):
+    with pytest.raises(ConfigError, match=says):
+        convert(folder_of(config, tmp_path / "hf"), tmp_path / "model.gguf", to="gguf")
+    assert not list(tmp_path.glob("model*"))
+
+
+def test_weights_that_fp16_cannot_hold_are_named(tmp_path):
+    source = folder_of(LLAMA, tmp_path / "hf", torch.float32)
+    large = tensors_of(source)
+    large["model.layers.1.mlp.up_proj.weight"][3, 4] = 1e5
+    save_checkpoint(source, large, read_config(source))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight holds numbers up to 100000"):
+        quiet(source, tmp_path / "model.gguf", dtype="float16")
+
+
+def test_an_interrupted_gguf_continues(tmp_path, monkeypatch):
+    from ligermodels.checkpoints_convert import hf, to_gguf
+
+    monkeypatch.setattr(to_gguf, "_SYNC", 1)
+    source = folder_of(LLAMA, tmp_path / "hf")
+    whole = quiet(source, tmp_path / "whole.gguf").read_bytes()
+    read, original = [], hf.Checkpoint.read
+
+    def failing(self, name, **options):
+        read.append(name)
+        if len(read) == 9:
+            raise KeyboardInterrupt
+        return original(self, name, **options)
+
+    monkeypatch.setattr(hf.Checkpoint, "read", failing)
+    with pytest.raises(KeyboardInterrupt):
+        quiet(source, tmp_path / "model.gguf")
+    work = tmp_path / "model.gguf.partial" / "model.gguf"
+    assert not (tmp_path / "model.gguf").exists() and work.stat().st_size < len(whole)
+    with open(work, "ab") as file:
+        file.write(b"torn")  # of a tensor that was not finished
+    assert quiet(source, tmp_path / "model.gguf").read_bytes() == whole
+    assert len(read) == 1 + len(tensors_of(source)) and not work.exists()
+
+
+# ----------------------------------------------------------------------------------------------- tokenizers, both ways
+
+
+def byte_level(folder: Path, steps: list, *, whole: bool = False, normalizer=None, bos: bool = False) -> Tokenizer:
+    """A tokenizer on bytes, with two special tokens, in ``folder``."""
+    vocab = {token: number for number, token in enumerate(BPE_TOKENS)} | {"llo": len(BPE_TOKENS)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e"), ("he", "l")], ignore_merges=whole))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.add_special_tokens(["<|begin|>", "<|end|>"])
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|begin|> $A", pair="<|begin|> $A <|begin|> $B", special_tokens=[("<|begin|>", 259)]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    said = {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>"}, "chat_template": "{{ messages }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    return tokenizer
+
+
+BYTES_ONLY = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+RULES = {
+    "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "llama-bpe": [pre_tokenizers.Split(Regex(_WORDS % "{1,3}"), "isolated"), BYTES_ONLY],
+    "dbrx": [pre_tokenizers.Split(Regex(_WORDS % "{1,3}"), "isolated"), BYTES_ONLY],
+    "qwen2": [pre_tokenizers.Split(Regex(_WORDS % ""), "isolated"), BYTES_ONLY],
+    "tekken": [pre_tokenizers.Split(Regex(_TEKKEN), "isolated"), BYTES_ONLY],
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_tokenizer_on_bytes_there_and_back(tmp_path, rule):
+    source = folder_of(LLAMA | {"vocab_size": 270}, tmp_path / "hf")
+    normalizer = normalizers.NFC() if rule == "qwen2" else None
+    whole, bos = rule in ("llama-bpe", "tekken"), rule != "qwen2"
+    ours = byte_level(source, RULES[rule], whole=whole, normalizer=normalizer, bos=bos)
+    file = convert(source, tmp_path / "model.gguf", to="gguf")
+    metadata = read_gguf(file)[0]
+    assert metadata["tokenizer.ggml.pre"] == rule
+    assert (metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"]) == (259, 260)
+    assert metadata["tokenizer.ggml.token_type"][256:264] == [1, 1, 1, 3, 3, 4, 5, 5]
+    assert len(metadata["tokenizer.ggml.tokens"]) == 270 and metadata["tokenizer.chat_template"] == "{{ messages }}"
+    back = convert(file, tmp_path / "back", to="hf")
+    again = Tokenizer.from_file(str(back / "tokenizer.json"))
+    assert again.get_vocab() == ours.get_vocab()
+    for text in [*TEXTS, "hello<tool> llo 1234", "<|begin|>x"]:
+        assert again.encode(text).ids == ours.encode(text).ids
+    assert json.loads((back / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
+
+
+@pytest.mark.parametrize("prefix", [True, False], ids=["llama", "gemma"])
+def test_a_sentencepiece_tokenizer_there_and_back(tmp_path, prefix):
+    file = write_gguf(
+        tmp_path / "first.gguf",
+        weights(True, len(SPM)),
+        **dict(model="llama", pre="default", tokens=SPM, types=SPM_TYPES, scores=SPM_SCORES),
+        ids={"bos": 1, "eos": 2, "unknown": 0},
+    )
+    source = convert_gguf(file, tmp_path / "hf")
+    if not prefix:  # as Gemma's: spaces only become ▁
+        raw = json.loads((source / "tokenizer.json").read_text())
+        raw["normalizer"] = raw["normalizer"]["normalizers"][1]
+        raw["decoder"]["decoders"] = raw["decoder"]["decoders"][:-1]
+        (source / "tokenizer.json").write_text(json.dumps(raw))
+    made = convert(source, tmp_path / "model.gguf", to="gguf")
+    metadata = read_gguf(made)[0]
+    assert metadata["tokenizer.ggml.tokens"] == SPM and metadata["tokenizer.ggml.token_type"] == SPM_TYPES
+    assert metadata["tokenizer.ggml.add_space_prefix"] is prefix and metadata["tokenizer.ggml.add_bos_token"] is True
+    back = convert(made, tmp_path / "back", to="hf")
+    first, again = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (source, back))
+    for text in ("hello hello", "ab  hello", "aé hello", "abcde 🙂", "hell o", "a<tool>b", "<s>x</s>"):
+        assert again.encode(text).ids == first.encode(text).ids
+
+
+def test_tokenizers_without_a_rule_are_refused(tmp_path):
+    source = folder_of(LLAMA | {"vocab_size": 270}, tmp_path / "hf")
+    byte_level(source, [pre_tokenizers.Split(Regex(r"\\w+"), "isolated"), BYTES_ONLY])
+    with pytest.raises(CheckpointError, match=r"cuts text as .*known are gpt-2"):
+        convert(source, tmp_path / "model.gguf", to="gguf")
+    for text, says in [("{}", "broken"), ('{"model": {"type": "Unigram"}}', "Unigram"), ("[", "not valid JSON")]:
+        (source / "tokenizer.json").write_text(text)
+        with pytest.raises(CheckpointError, match=says):
+            convert(source, tmp_path / "model.gguf", to="gguf")
+    byte_level(folder_of(LLAMA, tmp_path / "small"), RULES["gpt-2"])
+    with pytest.raises(CheckpointError, match="the model has 97 rows"):
+        convert(tmp_path / "small", tmp_path / "model.gguf", to="gguf")
+
+
+@pytest.mark.real
+def test_a_real_folder_would_become_the_gguf_it_came_from(converted):
+    """Keys, tokens, their kinds, merges, rules, ids and names of SmolLM2, as llama.cpp's own converter wrote them."""
+    config = LlamaConfig.from_hf(converted).to_hf()
+    theirs, entries = read_gguf(smollm2())
+    ours = metadata_of(config, converted) | tokenizer_metadata(companions(converted), config, converted)
+    added = ("tokenizer.ggml.add_space_prefix",)  # a key of SentencePiece's, without effect there
+    keys = [key for key in theirs if key.startswith(("llama.", "tokenizer.")) and key not in added]
+    assert len(keys) > 15
+    assert {key: ours.get(key) for key in keys} == {
+        key: pytest.approx(value, rel=1e-7) if isinstance(value, float) else value
+        for key, value in theirs.items()
+        if key in keys
+    }
+    assert {name: entry.shape for name, entry in layout(config).items()} == {n: e.shape for n, e in entries.items()}
