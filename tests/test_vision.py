@@ -571,7 +571,8 @@ def test_on_a_gpu_a_training_step_equals_transformers(name, tmp_path):
     ours = ligermodels.from_pretrained(tmp_path, device="cuda")
     loss, grads = step(ours, torch.float32, given)
     assert abs(loss - truth_loss) <= 1e-4 and check.relative(grads, truth) <= 1e-3
-    _, theirs = step(hf.bfloat16(), torch.bfloat16, hf_given)
+    half = type(hf).from_pretrained(tmp_path, dtype=torch.bfloat16).cuda()
+    _, theirs = step(half, torch.bfloat16, hf_given)
     _, own = step(ligermodels.from_pretrained(tmp_path, device="cuda", dtype="bfloat16"), torch.bfloat16, given)
     assert check.relative(own, truth) <= 1.25 * check.relative(theirs, truth) + 0.01
 
