@@ -283,11 +283,13 @@ def row_shape(n: int, k: int, *, gated: bool) -> tuple[int, int, int]:
     return (2 if gated or k > 4096 else 4), block_k, 4
 
 
-def tile_shape(n: int, k: int, m: int, *, several: bool, device: torch.device) -> Tile:
-    """The cut for n outputs in all, k inputs and m rows. ``several``: a norm, a gate or several weights, not split."""
+def tile_shape(n: int, k: int, m: int, *, several: bool, wide: bool, device: torch.device) -> Tile:
+    """The cut for n outputs in all, k inputs and m rows. ``several``: a norm, a gate or several weights, not split;
+    ``wide``: fp32, whose products are not the tensor cores'."""
     programs = 2 * multiprocessors(device)
-    block_n = next((b for b in (64, 32) if n >= b * programs), 16)
-    block_k = min(128 if block_n == 64 or m > 32 else 256, max(16, power_of_two(k)))
+    block_n = next((b for b in (64, 32) if n >= b * programs), 16) if not wide else 16
+    block_k = 64 if wide else 128 if block_n == 64 or m > 32 else 256
+    block_k = min(block_k, max(16, power_of_two(k)))
     splits = 1
     if not several:
         while cdiv(n, block_n) * splits < programs and splits < 8 and k // (2 * splits * block_k) >= 2:
@@ -316,7 +318,8 @@ def _by_tile(x, weights, biases, norm_weight, eps, offset, act, residual, out, o
     m, (n, k) = x.shape[0], weights[0].shape
     parts = weights if act < 0 else weights[:1]
     several = len(weights) > 1 or norm_weight is not None
-    shape = shape or tile_shape(sum(w.shape[0] for w in weights), k, m, several=several, device=x.device)
+    wide = x.dtype == torch.float32
+    shape = shape or tile_shape(sum(w.shape[0] for w in weights), k, m, several=several, wide=wide, device=x.device)
     if several and shape.splits > 1:
         raise LigerError("few_rows_linear: a norm, a gate or several weights cannot be split over K")
     ends = [w.shape[0] for w in parts] + [0] * (3 - len(parts))
@@ -334,7 +337,7 @@ def _by_tile(x, weights, biases, norm_weight, eps, offset, act, residual, out, o
             x, x if norm_weight is None else norm_weight, *pointers, *b, x if residual is None else residual, out,
             partial, count, m, *ends, x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), eps,
             offset, K=k, WEIGHTS=len(parts), NORM=norm_weight is not None, ACT=act, BIAS=biases[0] is not None,
-            RESIDUAL=residual is not None, PRECISE=x.dtype == torch.float32, OVERLAP=overlap, SPLITS=shape.splits,
+            RESIDUAL=residual is not None, PRECISE=wide, OVERLAP=overlap, SPLITS=shape.splits,
             BLOCK_M=block_m, BLOCK_N=shape.n, BLOCK_K=shape.k, num_warps=shape.warps, num_stages=shape.stages,
             **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
