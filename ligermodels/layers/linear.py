@@ -7,11 +7,14 @@ passes of their own. For N tokens of width H that is 2·N·H elements less to mo
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
+
+from ligermodels.kernels._launch import no_second_derivative
 
 
 def plain(x: torch.Tensor, *linears: nn.Module) -> bool:
@@ -36,6 +39,28 @@ def linears(x: torch.Tensor, *modules: nn.Module) -> tuple[torch.Tensor, ...]:
     return _Linears.apply(x, *(m.weight for m in modules), *(m.bias for m in modules))
 
 
+class _Refuse(torch.autograd.Function):
+    """Passes ``count`` tensors on; a derivative of them raises, where leaving out a part would be silently wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if t is None else t.view_as(t) for t in tensors[:count])
+
+    backward = staticmethod(no_second_derivative)
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the backward of an autograd.Function that gives (gradients, the tensors that it has used)."""
+
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        with torch.no_grad():
+            found, used = backward(ctx, *grads)
+        return _Refuse.apply(len(found), *found, *used, *grads) if torch.is_grad_enabled() else found
+
+    return wrapped
+
+
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *parameters: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -48,8 +73,8 @@ class _Linears(torch.autograd.Function):
         return tuple(nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    @differentiable_once
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[tuple, tuple]:
         x, *weights = ctx.saved_tensors
         need_x, *needs = ctx.needs_input_grad
         rows = [None if g is None else g.reshape(-1, g.shape[-1]) for g in grads]
@@ -59,4 +84,4 @@ class _Linears(torch.autograd.Function):
                 dx = g @ w if dx is None else dx.addmm_(g, w)
             dweights.append(g.t() @ x.reshape(-1, x.shape[-1]) if needs[i] and g is not None else None)
             dbiases.append(g.sum(0) if needs[ctx.count + i] and g is not None else None)
-        return None if dx is None else dx.view(ctx.shape), *dweights, *dbiases
+        return (None if dx is None else dx.view(ctx.shape), *dweights, *dbiases), (x, *weights)

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ligermodels.kernels.glu import glu, glu_backward_into
-from ligermodels.layers.linear import linears, plain
+from ligermodels.layers.linear import differentiable_once, linears, plain
 from ligermodels.layers.memory import draws, recompute
 
 TILE = 2**29  # bytes of gate in one tile
@@ -104,14 +103,14 @@ class _GatedMLP(torch.autograd.Function):
         return out.view(*h.shape[:-1], down.shape[0])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    @differentiable_once
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[tuple, tuple]:
         h, down, *rest = ctx.saved_tensors
         gate_up, kept = rest[: ctx.projections], rest[ctx.projections :]
         need_h, _, _, _, need_down, *need_gate_up = ctx.needs_input_grad
         dy = grad.reshape(-1, grad.shape[-1])
         rows = len(dy)
-        x = None if h is None else h.reshape(rows, -1)
+        x = None if h is None else h.reshape(rows, h.shape[-1])
         single = ctx.tile >= rows
         dx = None
         sums = [
@@ -148,7 +147,7 @@ class _GatedMLP(torch.autograd.Function):
         if need_h and dx is None:
             dx = dy.new_zeros(rows, gate_up[0].shape[1])
         found = [None if s is None else s.value() for s in sums]
-        return None if dx is None else dx.view(ctx.shape), None, None, None, *found
+        return (None if dx is None else dx.view(ctx.shape), None, None, None, *found), (h, down, *gate_up)
 
 
 class _Sum:

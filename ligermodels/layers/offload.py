@@ -34,6 +34,10 @@ class HostPool:
     def __init__(self, chunk: int = CHUNK):
         self.chunk, self.free, self.chunks = chunk, [], 0
 
+    def reserve(self, size: int, pinned: bool = True) -> None:
+        """Make room now: pinning takes the host a second for a few GiB, which would be in the first step else."""
+        self.free += self.take(size, pinned)
+
     def take(self, size: int, pinned: bool) -> list[torch.Tensor]:
         """Chunks for ``size`` bytes."""
         count = -(-size // self.chunk)

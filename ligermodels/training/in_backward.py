@@ -1,0 +1,97 @@
+"""The optimiser inside the backward: a parameter is updated as soon as its gradient is there, which is then freed.
+
+No gradients are kept: 2 bytes a parameter less in bf16 (15 GiB for Llama-3-8B), at the same arithmetic and speed. After
+Lv et al. 2023 (LOMO), with AdamW's moments. What needs all gradients at once cannot go with it: clipping by their norm,
+and adding them up over micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ligermodels.errors import LigerError
+
+
+class AdamWInBackward(torch.optim.Optimizer):
+    """torch's fused AdamW, one parameter at a time, from hooks that run while ``loss.backward()`` does.
+
+    Use as any optimiser: ``backward()``, ``step()``, ``zero_grad()``. ``step()`` only marks that a step is over;
+    learning rates may be changed before the next backward, by a scheduler too. ``state_dict`` has the layout of torch's
+    AdamW, and the two read each other's.
+
+    params: as torch.optim.AdamW, groups too; lr, betas, eps, weight_decay: its too. capturable: for CUDA graphs.
+    clip, accumulation: only to be refused: LigerError unless None and 1.
+
+    Raises LigerError in a second backward without a ``step()`` between: the first has already moved the weights, so
+    gradients of micro-batches cannot add up.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        capturable: bool = False,
+        clip: float | None = None,
+        accumulation: int = 1,
+    ):
+        if clip is not None:
+            raise LigerError(
+                "clipping needs the norm of all gradients before the first update, but the optimiser in backward keeps "
+                "none: use torch.optim.AdamW, or do without clipping"
+            )
+        if accumulation != 1:
+            raise LigerError(
+                f"accumulation {accumulation}: the optimiser in backward updates after each micro-batch, so their "
+                "gradients cannot add up: use torch.optim.AdamW, or one larger batch (model.fit_memory makes room)"
+            )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+        self._each: dict[torch.Tensor, torch.optim.AdamW] = {}
+        self._group_of: dict[torch.Tensor, int] = {}
+        self._seen: set[torch.Tensor] = set()
+        self._handles = []
+        for index, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                self._group_of[p] = index
+                self._each[p] = torch.optim.AdamW([p], **defaults, fused=True, capturable=capturable)
+                self._handles.append(p.register_post_accumulate_grad_hook(self._update))
+
+    @torch.no_grad()
+    def _update(self, p: torch.Tensor) -> None:
+        if p in self._seen:
+            raise LigerError(
+                "a second backward before step(): the optimiser in backward has moved the weights already, so "
+                "gradients of several micro-batches cannot add up"
+            )
+        self._seen.add(p)
+        inner = self._each[p]
+        group = self.param_groups[self._group_of[p]]
+        inner.param_groups[0].update({k: v for k, v in group.items() if k in self.defaults})
+        inner.step()
+        self.state[p] = inner.state[p]
+        p.grad = None
+
+    def step(self, closure: Any = None) -> None:
+        """The step is over: the next backward may update again."""
+        if closure is not None:
+            raise LigerError("the optimiser in backward has no closure: its updates happen in backward()")
+        self._seen.clear()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for p, inner in self._each.items():
+            inner.state.clear()
+            if p in self.state:
+                inner.state[p] = self.state[p]
+
+    def remove(self) -> None:
+        """Take the hooks off: gradients are kept again."""
+        for handle in self._handles:
+            handle.remove()

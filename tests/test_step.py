@@ -1,0 +1,200 @@
+"""The optimiser in backward, and a whole step as a CUDA graph: the numbers of plain steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import tiny_model
+
+from ligermodels import LigerError
+from ligermodels.training.graph import GraphedStep
+from ligermodels.training.in_backward import AdamWInBackward
+
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def batches(count=5, device="cpu", shape=(2, 16)):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 97, shape, generator=generator).to(device) for _ in range(count)]
+
+
+def train(model, optimizer, data, scheduler=None):
+    losses = []
+    for ids in data:
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_steps_in_backward_are_plain_steps_bit_for_bit(tied):
+    plain, inside = (tiny_model("llama", tie_word_embeddings=tied) for _ in range(2))
+    one, other = (
+        torch.optim.AdamW(plain.parameters(), **OPTIONS, fused=True),
+        AdamWInBackward(inside.parameters(), **OPTIONS),
+    )
+    expected, found = (train(m, o, batches(), halving(o)) for m, o in ((plain, one), (inside, other)))
+    assert torch.equal(found, expected)
+    assert all(torch.equal(a, b) for a, b in zip(inside.parameters(), plain.parameters(), strict=True))
+    assert all(p.grad is None for p in inside.parameters())
+
+
+def test_no_gradient_outlives_its_update():
+    model = tiny_model("llama")
+    AdamWInBackward(model.parameters(), **OPTIONS)
+    alive = []
+    for p in model.parameters():  # runs after the optimiser's hook
+        p.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(q.grad is not None for q in model.parameters()))
+        )
+    ids = batches(1)[0]
+    model(ids, labels=ids).loss.backward()
+    assert alive and max(alive) == 0
+
+
+def test_groups_with_options_of_their_own():
+    models = [tiny_model("llama") for _ in range(2)]
+    optimizers = []
+    for model, cls in zip(models, (torch.optim.AdamW, AdamWInBackward), strict=True):
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() == 1]
+        groups = [{"params": matrices, "weight_decay": 0.5}, {"params": others, "lr": 1e-3}]
+        optimizers.append(cls(groups, lr=1e-2, **({"fused": True} if cls is torch.optim.AdamW else {})))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, batches())
+    assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
+
+
+@pytest.mark.parametrize("into", [AdamWInBackward, torch.optim.AdamW])
+def test_states_are_those_of_adamw_and_resume(into):
+    """Saved by one kind, loaded by the other or the same, the run goes on as if it had not stopped."""
+    data = batches(6)
+    whole = tiny_model("llama")
+    train(whole, AdamWInBackward(whole.parameters(), **OPTIONS), data)
+    first = tiny_model("llama")
+    optimizer = AdamWInBackward(first.parameters(), **OPTIONS)
+    train(first, optimizer, data[:3])
+    second = tiny_model("llama")
+    second.load_state_dict(first.state_dict())
+    options = {"fused": True} if into is torch.optim.AdamW else {}
+    again = into(second.parameters(), **OPTIONS, **options)
+    state = optimizer.state_dict()
+    again.load_state_dict(state)
+    for group in again.param_groups:
+        group.update(options)
+    train(second, again, data[3:])
+    assert all(torch.equal(a, b) for a, b in zip(second.parameters(), whole.parameters(), strict=True))
+
+
+def test_what_needs_all_gradients_is_refused():
+    model, ids = tiny_model("llama"), batches(1)[0]
+    with pytest.raises(LigerError, match="clipping needs the norm of all gradients"):
+        AdamWInBackward(model.parameters(), clip=1.0)
+    with pytest.raises(LigerError, match="accumulation 4"):
+        AdamWInBackward(model.parameters(), accumulation=4)
+    optimizer = AdamWInBackward(model.parameters())
+    model(ids, labels=ids).loss.backward()
+    with pytest.raises(LigerError, match="second backward before step"):
+        model(ids, labels=ids).loss.backward()
+    with pytest.raises(LigerError, match="closure"):
+        optimizer.step(lambda: None)
+    optimizer.remove()
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_graph_needs_cuda():
+    model = tiny_model("llama")
+    with pytest.raises(LigerError, match="CUDA device only"):
+        GraphedStep(model, torch.optim.AdamW(model.parameters()))
+
+
+# ------------------------------------------------------------------------------------------------------------ on CUDA
+
+
+def on_gpu():
+    model = tiny_model("llama", hidden_size=128, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1,
+                       head_dim=64, max_position_embeddings=256)  # fmt: skip
+    return model.cuda().to(torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["plain", "clipped", "in backward"])
+@pytest.mark.parametrize("level", ["fast", "mlp", "attention", "block"])
+def test_a_captured_step_gives_the_bits_of_eager_steps(kind, level):
+    data, clip = batches(8, "cuda", (4, 256)), 0.5 if kind == "clipped" else None
+    runs = []
+    for graphed in (False, True):
+        model = on_gpu()
+        model.set_activation_memory(level)
+        rate = torch.tensor(1e-3, device="cuda")
+        if kind == "in backward":
+            optimizer = AdamWInBackward(model.parameters(), lr=rate, capturable=True)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=True)
+        scheduler, losses = halving(optimizer), []
+        step = GraphedStep(model, optimizer, clip=clip) if graphed else None
+        for ids in data:
+            if graphed:
+                loss = step(input_ids=ids, labels=ids)
+            else:
+                loss = model(ids, labels=ids).loss
+                loss.backward()
+                if clip:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
+            scheduler.step()
+            losses.append(loss.detach())
+        runs.append([torch.stack(losses), *model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    assert runs[0][0].unique().numel() == 8
+
+
+@pytest.mark.gpu
+def test_what_a_graph_cannot_take_is_named():
+    model = on_gpu()
+    with pytest.raises(LigerError, match="capturable=True"):
+        GraphedStep(model, torch.optim.AdamW(model.parameters(), fused=True))
+    step = GraphedStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True), warmup=1)
+    ids = batches(1, "cuda")[0]
+    for _ in range(3):
+        step(input_ids=ids, labels=ids)
+    with pytest.raises(LigerError, match="same names, shapes and dtypes"):
+        step(input_ids=ids[:1], labels=ids[:1])
+    before = model.lm_head.weight.clone()
+    step.set_lr(0.0)
+    for group in step.optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    step(input_ids=ids, labels=ids)
+    assert torch.equal(model.lm_head.weight, before)
+
+
+@pytest.mark.gpu
+def test_the_optimiser_in_backward_on_the_gpu():
+    """The same steps, and the memory of the gradients is not there."""
+    data = batches(3, "cuda", (1, 64))
+    models, peaks = [], []
+    for cls in (torch.optim.AdamW, AdamWInBackward):
+        model = tiny_model("llama", vocab_size=32000, hidden_size=512, num_hidden_layers=8, head_dim=64,
+                           intermediate_size=1408, num_attention_heads=8).cuda().to(torch.bfloat16)  # fmt: skip
+        optimizer = cls(model.parameters(), lr=1e-3, **({"fused": True} if cls is torch.optim.AdamW else {}))
+        train(model, optimizer, data[:2])
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        train(model, optimizer, data[2:])
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        models.append(model)
+    assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
+    layers = sum(p.numel() * 2 for p in models[0].model.layers.parameters())
+    assert peaks[0] - peaks[1] > 0.5 * layers
