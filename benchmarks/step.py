@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 import zlib
 from pathlib import Path
 
@@ -169,6 +170,9 @@ def build(args: argparse.Namespace):
             getattr(liger, f"apply_liger_kernel_to_{kind}")()
             if kind == "llava":  # patches the loss only; the text model is patched as a Llama
                 liger.apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
+                # 0.8.5 fills an output class as transformers had it before 5.24; only the loss is read here
+                module = sys.modules["liger_kernel.transformers.model.llava"]
+                module.LigerLlavaCausalLMOutputWithPast = lambda **fields: types.SimpleNamespace(**fields)
         hf_config = transformers.AutoConfig.for_model(kind, **config)
         hf_config.get_text_config().use_cache = False
         images = "vision_config" in config
