@@ -327,13 +327,19 @@ def _glu_backward(
 def moe_mlp_reference(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
 ) -> torch.Tensor:
-    """``moe_mlp`` in plain differentiable PyTorch, expert by expert."""
+    """``moe_mlp`` in plain differentiable PyTorch, expert by expert; reads on the host where each one's rows end."""
+    n_experts, k = len(gate_up), experts.shape[1]
+    order, position, ends = sort_by_expert(experts.to(torch.int32), n_experts)
+    rows = x[order.long() // k]  # (M, D)
+    parts, start = [], 0
+    # unbind, as the gradient of gate_up[e] would be a tensor of all experts, for each of them
+    for end, first, second in zip(ends.tolist(), gate_up.unbind(), down.unbind(), strict=True):
+        if end > start or end == len(rows) == 0:
+            parts.append(swiglu_packed(rows[start:end] @ first.t()) @ second.t())
+        start = end
+    y = torch.cat(parts)[position.long()].view(*experts.shape, x.shape[1])  # (N, k, D)
     wide = torch.promote_types(x.dtype, torch.float32)
-    out = torch.zeros(x.shape, dtype=wide, device=x.device)
-    for e in experts.unique().tolist() or [0]:  # no token at all still gives gradients, of zeros
-        token, slot = torch.where(experts == e)
-        y = swiglu_packed(x[token] @ gate_up[e].t()) @ down[e].t()
-        out = out.index_add(0, token, y.to(wide) * weights[token, slot, None].to(wide))
+    out = (y.to(wide) * weights.to(wide)[..., None]).sum(1)
     return out.to(x.dtype)
 
 
