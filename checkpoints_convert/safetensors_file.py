@@ -31,6 +31,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # keep that below 50 MB, and leave room for ten times what any published file has.
 MAX_HEADER = 10_000_000
 MAX_TENSORS = 60_000
+MAX_METADATA = 1_000_000
 
 _KEY = re.compile(rb'\s*"((?:[^"\\\x00-\x1f]|\\.){0,1000})"\s*:\s*')
 _ENTRY = re.compile(rb"\{[^{}]{0,4000}\}")
@@ -156,7 +157,8 @@ def _match(pattern: re.Pattern[bytes], text: bytes, position: int, expected: str
 
 
 def _metadata_end(text: bytes, position: int) -> int:
-    """The end of an object of strings that begins at ``position``. Its content is not wanted, and may be long."""
+    """The end of an object of strings that begins at ``position``. Its content is not wanted."""
+    limit = position + MAX_METADATA
 
     def need(characters: bytes) -> bytes:
         nonlocal position
@@ -165,14 +167,16 @@ def _metadata_end(text: bytes, position: int) -> int:
         if not found or found not in characters:
             raise ValueError(f"__metadata__ must map strings to strings; byte {position} is {found!r}")
         position += 1
+        if position > limit:
+            raise ValueError(f"__metadata__ has more than {MAX_METADATA} bytes")
         return found
 
     def string_end() -> None:
         nonlocal position
         while True:
             quote = text.find(b'"', position)
-            if quote < 0:
-                raise ValueError("a string in __metadata__ does not end")
+            if quote < 0 or quote > limit:
+                raise ValueError(f"a string in __metadata__ does not end within {MAX_METADATA} bytes")
             escapes = quote - len(text[position:quote].rstrip(b"\\")) - position
             position = quote + 1
             if escapes % 2 == 0:
