@@ -2,14 +2,17 @@
 
 import copy
 import math
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from ligermodels import Tokenizer, decode, generation
 from ligermodels.errors import LigerError
 from ligermodels.generation import generate, stream
+from ligermodels.layers.cache import SLACK, KVCache
 
 V = 8
 
@@ -215,6 +218,10 @@ P = (0.4, 0.3, 0.15, 0.1, 0.05)
         ({"top_p": 0.6}, (0.4, 0.3, 0, 0, 0)),
         ({"top_p": 0.71}, (0.4, 0.3, 0.15, 0, 0)),
         ({"top_p": 1.0}, P),
+        ({"min_p": 0.3}, (0.4, 0.3, 0.15, 0, 0)),
+        ({"min_p": 0.0}, P),
+        ({"min_p": 1.0}, (1, 0, 0, 0, 0)),
+        ({"min_p": 0.3, "temperature": 0.5}, (0.16, 0.09, 0, 0, 0)),
         ({"top_k": 4, "top_p": 0.85}, (0.4, 0.3, 0.15, 0, 0)),  # of the four kept, three hold 0.85/0.95
         ({"temperature": 0.5, "top_p": 0.6}, (0.16, 0.09, 0, 0, 0)),  # 0.16/0.285 < 0.6 after the temperature
     ],
@@ -320,6 +327,8 @@ def test_inputs_are_not_changed():
         *(("temperature", x) for x in (-1, -1e-9, math.nan, math.inf, "1", True, None)),
         *(("top_k", x) for x in (-1, 2.0, True, "5")),
         *(("top_p", x) for x in (-0.1, 1.1, math.nan, True, "0.5")),
+        *(("min_p", x) for x in (-0.1, 1.1, math.nan, True, "0.5")),
+        *(("repetition_penalty", x) for x in (0, -1, math.inf, True, "1")),
         *(("max_new_tokens", x) for x in (-1, 1.5, None, True)),
         *(("eos_token_id", x) for x in ("2", 1.0, [1, "2"], True)),
         *(("pad_token_id", x) for x in (-1, V, 1.0)),
@@ -453,31 +462,225 @@ def test_sampling_from_a_model_repeats_with_its_seed(pair):
     assert torch.equal(a, b) and not torch.equal(a, c)
 
 
-@pytest.mark.gpu
-def test_a_step_waits_for_the_device_once(pair):
-    """All host syncs of a step but the stopping check are errors here."""
-    model = copy.deepcopy(pair[1]).to("cuda")
-    ids = torch.tensor([PROMPTS[2]], device="cuda")
-    tokens = stream(model, ids, max_new_tokens=8, temperature=0.8, top_k=20, top_p=0.9, seed=1, eos_token_id=[2])
-    next(tokens)
-    waits = []
-    original = torch.Tensor.tolist
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+@pytest.mark.parametrize("penalty", [1.3, 0.8])
+def test_repetition_penalty_is_that_of_transformers(pair, penalty):
+    hf, ours = pair
+    ids, mask = left_padded([p for p in PROMPTS if 0 not in p])
+    out = ours.generate(ids, attention_mask=mask, max_new_tokens=24, eos_token_id=[], repetition_penalty=penalty)
+    for row, prompt in zip(out, PROMPTS, strict=True):  # one by one: transformers also counts the padding as said
+        prompt = torch.tensor([prompt])
+        expected = hf.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24, eos_token_id=None,
+            pad_token_id=0, repetition_penalty=penalty,
+        )  # fmt: skip
+        assert torch.equal(row[ids.shape[1] :], expected[0, prompt.shape[1] :])
 
-    def allowed(tensor):
-        torch.cuda.set_sync_debug_mode("default")
-        waits.append(tensor)
-        try:
-            return original(tensor)
-        finally:
-            torch.cuda.set_sync_debug_mode("error")
 
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "tolist", allowed)
-            for _ in range(3):
-                next(tokens)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert len(waits) == 3
+def test_log_probabilities_are_those_of_one_forward(pair):
+    _, ours = pair
+    ids, mask = left_padded(PROMPTS)
+    free = ours.generate(ids, attention_mask=mask, max_new_tokens=12, eos_token_id=[])
+    for options in ({}, {"temperature": 0.7, "top_k": 5, "seed": 1, "repetition_penalty": 1.2}):
+        out, logprobs = ours.generate(
+            ids, attention_mask=mask, max_new_tokens=12, eos_token_id=[int(free[1, -4])], logprobs=True, **options
+        )
+        assert logprobs.shape == (4, out.shape[1] - ids.shape[1]) and logprobs.dtype == torch.float32
+        for row, prompt in enumerate(PROMPTS):
+            answer = out[row, ids.shape[1] :].tolist()
+            ended = answer.index(int(free[1, -4])) + 1 if int(free[1, -4]) in answer else len(answer)
+            whole = torch.tensor([prompt + answer[:ended]])
+            with torch.no_grad():
+                expected = ours(whole).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+            expected = expected.gather(1, whole[0, len(prompt) :, None])[:, 0]
+            assert torch.allclose(logprobs[row, :ended], expected, atol=1e-4)
+            assert not logprobs[row, ended:].any()
+
+
+def test_a_stream_of_log_probabilities_yields_pairs(pair):
+    _, ours = pair
+    prompt = torch.tensor([PROMPTS[0]])
+    out, logprobs = ours.generate(prompt, max_new_tokens=5, eos_token_id=[], logprobs=True)
+    pairs = list(ours.stream(prompt, max_new_tokens=5, eos_token_id=[], logprobs=True))
+    assert torch.equal(torch.stack([token for token, _ in pairs], 1), out[:, 3:])
+    assert torch.equal(torch.stack([logprob for _, logprob in pairs], 1), logprobs)
+
+
+# ------------------------------------------------------------------------------------------------------- the cache
+
+
+def test_a_second_turn_on_a_warm_cache_runs_only_what_is_new(pair):
+    _, ours = pair
+    cache = ours.make_cache(1, 60)
+    prompt = torch.tensor([PROMPTS[2]])
+    first = ours.generate(prompt, max_new_tokens=10, eos_token_id=[], cache=cache)
+    assert cache.length == first.shape[1] - 1  # the last token was never fed
+    second = torch.cat([first, torch.tensor([[4, 5, 6]])], dim=1)
+    lengths = []
+    handle = ours.model.embed_tokens.register_forward_hook(lambda m, args, out: lengths.append(args[0].shape[1]))
+    again = ours.generate(second, max_new_tokens=10, eos_token_id=[], cache=cache)
+    handle.remove()
+    assert lengths == [4] + [1] * 9
+    assert torch.equal(again, ours.generate(second, max_new_tokens=10, eos_token_id=[]))
+    other = torch.cat([prompt, torch.tensor([[9]])], dim=1)  # another continuation of the same prompt
+    assert cache.rewind(prompt.shape[1]) == prompt.shape[1]
+    assert torch.equal(
+        ours.generate(other, max_new_tokens=10, eos_token_id=[], cache=cache),
+        ours.generate(other, max_new_tokens=10, eos_token_id=[]),
+    )
+
+
+def test_a_cache_that_does_not_fit_is_an_error_at_the_call(pair):
+    _, ours = pair
+    prompt = torch.tensor([PROMPTS[0]])
+    for cache, match in (
+        ("cache", "make_cache"), (ours.make_cache(2, 9), "2 rows"), (ours.make_cache(1, 6), "need 7"),
+    ):  # fmt: skip
+        with pytest.raises(LigerError, match=match):
+            ours.stream(prompt, max_new_tokens=5, cache=cache)
+    cache = ours.make_cache(1, 9)
+    ours(prompt, cache=cache)
+    with pytest.raises(LigerError, match="rewind"):
+        ours.stream(prompt, max_new_tokens=5, cache=cache)
+
+
+def test_a_ring_holds_the_window_and_takes_the_last_positions_back():
+    cache = KVCache(2, 1, 1000, 1, 2, dtype=torch.float32, device="cpu", windows=[None, 8])
+    assert [k.shape[1] for k in cache.keys] == [1000, 8 + SLACK]
+    history = torch.randn(1, 200, 1, 2)
+    with torch.no_grad():
+        for start, end in ((0, 5), (5, 6), (6, 60), (60, 61), (61, 100)):
+            for layer, reach in ((0, start), (1, min(start, 7))):
+                keys, values = cache.append(layer, history[:, start:end], -history[:, start:end])
+                assert torch.equal(keys, history[:, start - reach : end]) and torch.equal(values, -keys)
+            cache.advance(end - start)
+        assert cache.rewind(100 - SLACK) == 100 - SLACK
+        keys, _ = cache.append(1, history[:, :1], history[:, :1])
+        assert torch.equal(keys[:, :-1], history[:, 100 - SLACK - 7 : 100 - SLACK])
+    assert cache.rewind(cache.length - 3) == 0  # further back the ring has been written over
+    with pytest.raises(LigerError, match="cannot be cut"):
+        cache.rewind(1)
+
+
+# ------------------------------------------------------------------------------------------------------- stop strings
+
+
+def test_a_row_ends_with_the_token_that_completes_a_stop_string(tmp_path):
+    from tiny_chat import write_tiny_chat_model
+
+    tokenizer = Tokenizer.from_pretrained(write_tiny_chat_model(tmp_path))
+    a, b, c, newline = (tokenizer.encode(text, add_special_tokens=False)[0] for text in "abc\n")
+    answers = {0: [a, newline, b, newline, newline, c, c], 1: [c, a, b, c, c, c, c]}
+    model = Fake(None, vocab_size=264)
+    model.logits = lambda ids: nn.functional.one_hot(torch.tensor(answers[ids[0]][len(ids) - 1]), 264).float()
+    out = generate(
+        model, torch.tensor([[0], [1]]), max_new_tokens=7, pad_token_id=9, tokenizer=tokenizer,
+        stop_strings=["\n\n", "bc"],
+    )  # fmt: skip
+    assert out[:, 1:].tolist() == [[a, newline, b, newline, newline], [c, a, b, c, 9]]
+    assert len(model.fed) == 5
+    for options in ({"stop_strings": "x"}, {"stop_strings": [""], "tokenizer": tokenizer}, {"stop_strings": [1]}):
+        with pytest.raises(LigerError, match="stop_strings"):
+            generate(model, PROMPT, max_new_tokens=2, **options)
+
+
+# ------------------------------------------------------------------------------------------------------- every family
+
+STRETCH = [1.0 + i / 8 for i in range(8)]
+GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "pad_token_id": 0}
+FAMILIES = {
+    "llama": {"model_type": "llama"},
+    "llama, scaled rope": {
+        "model_type": "llama",
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 16},
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": 9},
+    "qwen2": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 1},
+    "gemma": {"model_type": "gemma", **GELU},
+    "gemma2": {"model_type": "gemma2", "sliding_window": 9, "query_pre_attn_scalar": 16, **GELU},
+    "gemma3": {"model_type": "gemma3_text", "sliding_window": 9, "query_pre_attn_scalar": 16, "num_hidden_layers": 7,
+               **GELU},
+    "phi3": {"model_type": "phi3", "sliding_window": 9, "partial_rotary_factor": 0.75},
+    "phi3, longrope": {"model_type": "phi3", "original_max_position_embeddings": 16, "max_position_embeddings": 128,
+                       "head_dim": None,
+                       "rope_scaling": {"type": "longrope", "short_factor": STRETCH, "long_factor": STRETCH[::-1]}},
+    "glm": {"model_type": "glm", "partial_rotary_factor": 0.5, "attention_bias": True},
+    "glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5, "attention_bias": False},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+                  "norm_topk_prob": True},
+}  # fmt: skip
+
+
+@pytest.fixture(params=FAMILIES, ids=str)
+def family(request, tmp_path_factory):
+    """(transformers' model, ours) of a tiny config that has this family's peculiarities."""
+    from family_checks import make_pair
+    from tiny import TINY
+
+    config = {**TINY, **FAMILIES[request.param]}
+    config = {key: value for key, value in config.items() if key != "head_dim" or value is not None}
+    return make_pair(config, tmp_path_factory.mktemp("family"))
+
+
+@pytest.mark.filterwarnings("ignore:.*max_position_embeddings")
+def test_64_greedy_tokens_of_unequal_prompts_equal_transformers_and_a_device_step(family):
+    """Beyond every window. The step that a GPU would capture runs here too, fused and not."""
+    hf, ours = family
+    ids, mask = left_padded(PROMPTS)
+    new = 64
+    out = ours.generate(ids, attention_mask=mask, max_new_tokens=new, eos_token_id=[])
+    longrope = ours.config.rope["rope_type"] == "longrope"
+    # transformers keeps the short factors' keys beyond LongRoPE's border, unless it keeps none
+    expected = hf.generate(
+        ids, attention_mask=mask, do_sample=False, max_new_tokens=new, eos_token_id=None, pad_token_id=0,
+        use_cache=not longrope,
+    )  # fmt: skip
+    assert out.tolist() == expected.tolist()
+    if longrope:
+        return  # its border is crossed by what calls the step: tests/test_generation_gpu.py
+    assert decode.fusible(ours, 4) == (ours.config.model_type not in ("mixtral", "qwen3_moe"))
+    for fused in {False, decode.fusible(ours, 4)}:
+        assert torch.equal(device_steps(ours, ids, mask, 24, fused), out[:, : ids.shape[1] + 24])
+
+
+@torch.no_grad()
+def device_steps(model, ids, mask, new, fused):
+    """Greedy tokens by the step that is captured on a GPU, here without a graph."""
+    settings = generation.Settings(0.0, 0, 1.0, 0.0, 1.0, False)
+    sampler = generation.Sampler(len(ids), model.config.vocab_size, ids.device, settings, [], 0)
+    cache = model.make_cache(len(ids), ids.shape[1] + new)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    sampler(model(ids, attention_mask=mask, position_ids=positions, cache=cache).logits[:, -1])
+    decoder = decode.Decoder(model, cache, sampler, fused=fused, longest=ids.shape[1] + 1, capture=False)
+    decoder.begin(ids.shape[1] - mask.sum(1))
+    tokens = [sampler.token.clone()]
+    for _ in range(new - 1):
+        decoder.step()
+        tokens.append(sampler.token.clone())
+    return torch.cat([ids, torch.stack(tokens, 1)], 1)
+
+
+def test_what_is_not_plain_is_not_fused(pair):
+    """LoRA, a subclass, a mixture of dtypes: the model's own forward is captured instead."""
+    model = copy.deepcopy(pair[1])
+    assert decode.fusible(model, 1) and not decode.fusible(model, 65)
+    for change in (
+        lambda m: setattr(m.model.layers[1].mlp, "up_proj", type("Wrapped", (nn.Linear,), {})(64, 112)),
+        lambda m: m.model.layers[0].input_layernorm.half(),
+        lambda m: setattr(m.model.layers[2], "__class__", type("Block", (type(m.model.layers[2]),), {})),
+        lambda m: m.half(),
+    ):
+        changed = copy.deepcopy(model)
+        change(changed)
+        assert not decode.fusible(changed, 2)
+
+
+def test_copies_and_pickles_of_a_model_leave_the_kept_step_behind(pair):
+    model = copy.deepcopy(pair[1])
+    model.kept_decoder.decoder = lambda: "cannot be pickled"
+    assert copy.deepcopy(model).kept_decoder.decoder is None
+    assert pickle.loads(pickle.dumps(model)).kept_decoder.decoder is None
+    model.train()
+    assert model.kept_decoder.decoder is None
