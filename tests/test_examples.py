@@ -290,6 +290,26 @@ def test_the_step_benchmark_gives_both_peers_the_same_weights_and_tokens(tmp_pat
     assert report["environment"]["commit"] == "abc" and "ratios: to hf" in done.stdout
 
 
+def test_the_convergence_benchmark_trains_both_sides_alike_and_draws_it(tiny, tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("convergence", ROOT / "benchmarks" / "convergence.py")
+    convergence = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(convergence)
+    out = tmp_path / "result.json"
+    options = ["--device", "cpu", "--dtype", "float32", "--steps", 3, "--batch", 1, "--seq", 24, "--lr", 1e-2]
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(map(str, ["convergence.py", "--model", tiny, *options, "--out", out])))
+    with pytest.raises(SystemExit) as ended:
+        convergence.main()
+    report = json.loads(out.read_text())
+    assert ended.value.code == 0 and report["max_difference"] <= 1e-5
+    ours, hf = report["ours"]["losses"], report["hf"]["losses"]
+    assert len(ours) == len(hf) == 3 and ours[2] < ours[0]
+    assert convergence.docstrings(5000) == convergence.docstrings(5000)
+    monkeypatch.setattr(sys, "argv", ["convergence.py", "--plot", str(out)])
+    convergence.main()
+    assert "<svg" in out.with_suffix(".svg").read_text()
+
+
 def test_a_peer_that_crashes_or_runs_out_of_memory_is_a_line_of_the_table():
     spec = importlib.util.spec_from_file_location("step", ROOT / "benchmarks" / "step.py")
     step = importlib.util.module_from_spec(spec)

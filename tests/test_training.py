@@ -18,10 +18,10 @@ import torch
 
 from ligermodels import CheckpointError, LigerError, LigerLlama, LlamaConfig
 from ligermodels.training import checkpoint as checkpoint_file
-from ligermodels.training.checkpoint import STATE, Checkpoints
+from ligermodels.training.checkpoint import STATE, Checkpoints, StopSignal
 from ligermodels.training.data import Document, Loader
 from ligermodels.training.log import FIELDS, flops, plot, read_log
-from ligermodels.training.loop import Settings, backward, evaluate, train
+from ligermodels.training.loop import Interrupted, Settings, backward, evaluate, train
 from ligermodels.training.lora import add_lora, lora_modules, save_adapter
 from ligermodels.training.optimizer import AdamW
 from ligermodels.training.schedule import SCHEDULES, schedule
@@ -32,7 +32,7 @@ SHORT = Settings(steps=10, batch=2, seq=16, accumulation=2, lr=1e-2, save_every=
 
 def make_model(dtype=torch.float32, seed=0, **config):
     torch.manual_seed(seed)
-    return LigerLlama(LlamaConfig(**SIZES, **config)).to(dtype)
+    return LigerLlama(LlamaConfig(**{**SIZES, **config})).to(dtype)
 
 
 def make_data(**options):
@@ -333,27 +333,60 @@ import sys
 sys.path.insert(0, {tests!r})
 import torch, test_training as t
 torch.set_num_threads(1)
-settings = t.Settings(steps=100_000, batch=2, seq=16, lr=1e-3, save_every=0, log_every=1)
-t.train(t.make_model(), t.make_data(), settings, {out!r})
+t.train(t.make_model(), t.make_data(), t.replace(t.SHORT, **{settings!r}), {out!r})
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_stops(number, tmp_path):
-    """A real process, so that the handlers are the real ones."""
-    script = RUN.format(tests=str(Path(__file__).parent), out=str(tmp_path))
+def run_and_signal(number, out, lines, **settings):
+    """A run in a real process, which gets a signal once its log is so long; returns what it wrote to stderr."""
+    script = RUN.format(tests=str(Path(__file__).parent), settings=settings, out=str(out))
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, env=environment)
-    log = tmp_path / "log.csv"
+    log = out / "log.csv"
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (log.exists() and len(log.read_text().splitlines()) > 3):
-        time.sleep(0.05)
+    while time.monotonic() < deadline and not (log.exists() and len(log.read_text().splitlines()) > lines):
+        time.sleep(0.01)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    return process.communicate(timeout=60)[1]
+
+
+def test_a_terminated_run_saves_and_stops(tmp_path):
+    errors = run_and_signal(signal.SIGTERM, tmp_path, 3, steps=100_000, save_every=0, log_every=1)
     assert "Interrupted: " in errors, errors[-2000:]
     step = Checkpoints(tmp_path).load()["step"]
-    assert f"Interrupted: {number.name}: stopped after step {step}, resume from {tmp_path}" in errors
-    assert [row["step"] for row in read_log(log)] == list(range(1, step + 1))
+    assert f"Interrupted: SIGTERM: stopped after step {step}, resume from {tmp_path}" in errors
+    assert [row["step"] for row in read_log(tmp_path / "log.csv")] == list(range(1, step + 1))
+
+
+def test_a_run_killed_at_any_moment_goes_on_as_if_nothing_had_happened(tmp_path):
+    """It saves all the time, so the kill comes during a save as likely as not."""
+    settings = dict(steps=40, save_every=1, log_every=1)
+    run_and_signal(signal.SIGKILL, tmp_path / "killed", 8, **settings)
+    step = Checkpoints(tmp_path / "killed").load()["step"]
+    assert 7 <= step < 40
+    again = train(make_model(), make_data(), replace(SHORT, **settings), tmp_path / "killed", resume=True)
+    settings["save_every"] = 0
+    assert again == train(make_model(), make_data(), replace(SHORT, **settings), tmp_path / "whole")
+    assert not list((tmp_path / "killed").glob(".partial*"))
+
+
+def test_ctrl_c_finishes_the_step_and_a_second_one_does_not_wait(tmp_path):
+    data = make_data()
+    encode, seen = data.encode, itertools.count()
+
+    def presses(record):
+        if next(seen) == 60:
+            signal.raise_signal(signal.SIGINT)
+        return encode(record)
+
+    data.encode = presses
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(Interrupted, match=r"SIGINT: stopped after step \d+, resume from .*checkpoint-"):
+        train(make_model(), data, SHORT, tmp_path)
+    assert signal.getsignal(signal.SIGINT) is handler
+    with StopSignal() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.received == signal.SIGINT and signal.getsignal(signal.SIGINT) is handler
 
 
 # -------------------------------------------------------------------------------------------------------- what it tells
@@ -421,3 +454,45 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_makes_no_checkpoint(tmp_pat
 def test_data_that_ends_is_said(tmp_path):
     with pytest.raises(LigerError, match="the data ended at step"):
         train(make_model(), make_data(epochs=1), SHORT, tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_step_on_a_gpu_never_waits_for_it_and_keeps_no_gradient_of_what_is_frozen(lora):
+    torch.manual_seed(0)
+    sizes = dict(SIZES, hidden_size=256, intermediate_size=512, vocab_size=4096)
+    model = LigerLlama(LlamaConfig(**sizes)).to("cuda", torch.bfloat16)
+    if lora:
+        add_lora(model, rank=4, targets=["q_proj", "up_proj", "lm_head"], dtype="bfloat16")
+    optimizer, data, losses = AdamW(model), make_data(batch=4, seq=128), []
+    for step in range(30):
+        batches = [next(data), next(data)]
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")  # the first steps compile, and look at ids
+        try:
+            losses.append(backward(model, batches))
+            assert all(p.grad is None for p in model.parameters())  # in the fp32 copies already
+            held = sum(m.grad.numel() for m in optimizer.masters.values() if m.grad is not None)
+            optimizer.step(1e-3, clip=1.0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert held == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert losses[-1].item() < losses[0].item() - 0.1
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_learns_and_resumes(tmp_path):
+    def run(out, **options):
+        model = make_model(torch.bfloat16, hidden_size=256, intermediate_size=512).to("cuda")
+        return train(model, make_data(), replace(SHORT, steps=20), out, evaluation=[next(make_data())], **options)
+
+    losses = run(tmp_path / "a")
+    assert losses[-1] < losses[0] - 0.3
+    rows = read_log(tmp_path / "a" / "log.csv")
+    assert rows[-1]["eval_loss"] is not None and 0 < rows[-1]["memory_gib"] < 4
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "checkpoint-00000012").rename(tmp_path / "b" / "checkpoint-00000012")
+    (tmp_path / "b" / "log.csv").write_bytes((tmp_path / "a" / "log.csv").read_bytes())
+    assert run(tmp_path / "b", resume=True) == pytest.approx(losses, abs=2e-2)  # attention's backward adds in any order
