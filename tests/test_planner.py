@@ -204,7 +204,7 @@ def peak_of_a_step(model, batch: int, seq: int, **options) -> int:
     [
         (100, {"levels": [level]}) for level in LEVELS
     ]
-    + [(11.5, {}), (11.5, {"host_gib": 8}), (100, {"levels": ["fast"], "accumulation": 2}),
+    + [(8, {}), (8, {"host_gib": 8}), (100, {"levels": ["fast"], "accumulation": 2}),
        (100, {"levels": ["block"], "optimizer_in_backward": True})],
     ids=str,
 )  # fmt: skip

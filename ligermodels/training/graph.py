@@ -7,6 +7,7 @@ device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -24,8 +25,8 @@ class GraphedStep:
     optimizer: ``capturable=True`` (torch.optim.AdamW(fused=True, capturable=True), AdamWInBackward). Its learning rates
         become tensors on the device, which schedulers of torch and ``set_lr`` write to; a rate that is a plain number
         would be frozen in the graph.
-    clip: largest norm of the gradients, or None. compute: from the batch's tensors to a loss, by default
-        ``model(**batch).loss``.
+    clip: largest norm of the gradients, or None. backward: runs forward and backward of the batch's tensors and returns
+        the loss, by default of ``model(**batch).loss``; it may cut the batch into micro-batches.
 
     Not for layers that are offloaded: their last copies are joined by nothing inside a step.
 
@@ -40,7 +41,7 @@ class GraphedStep:
         *,
         clip: float | None = None,
         warmup: int = 3,
-        compute: Callable[..., torch.Tensor] | None = None,
+        backward: Callable[..., torch.Tensor] | None = None,
     ):
         self.parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         if not self.parameters or not self.parameters[0].is_cuda:
@@ -54,7 +55,7 @@ class GraphedStep:
             if not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = torch.tensor(float(group["lr"]), device=self.parameters[0].device)
         self.optimizer, self.clip, self.eager_left = optimizer, clip, warmup
-        self.compute = compute or (lambda **batch: model(**batch).loss)
+        self.backward = backward or functools.partial(_backward, model)
         self.stream = torch.cuda.Stream()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.batch: dict[str, torch.Tensor] | None = None
@@ -94,10 +95,15 @@ class GraphedStep:
             self.batch[name].copy_(t, non_blocking=True)
 
     def _step(self) -> torch.Tensor:
-        loss = self.compute(**self.batch)
-        loss.backward()
+        loss = self.backward(**self.batch)
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+
+def _backward(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
+    loss = model(**batch).loss
+    loss.backward()
+    return loss
