@@ -325,12 +325,15 @@ def test_a_second_derivative_is_refused(device):
 @pytest.mark.parametrize("n", [4, 3000])
 def test_weights_of_more_than_2_31_elements(n):
     """The last expert's rows lie beyond; few tokens take Triton's product, many take torch's."""
-    gate_up = torch.empty(17, 2 * 8192, 8192, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
-    down = torch.empty(17, 8192, 8192, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
+    gate_up, down = (
+        torch.empty(17, *shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02).requires_grad_()
+        for shape in ((2 * 8192, 8192), (8192, 8192))
+    )
     experts = torch.tensor([[16]] * n, dtype=torch.int32, device="cuda")
     x = tensor(n, 8192, like=(torch.bfloat16, "cuda"))
-    weights = torch.ones(n, 1, device="cuda")
-    alone = run(through(experts * 0), (x, gate_up[16:].clone(), down[16:].clone(), weights))
+    weights = torch.ones(n, 1, device="cuda", requires_grad=True)
+    last = [w.detach()[16:].clone().requires_grad_() for w in (gate_up, down)]
+    alone = run(through(experts * 0), (x, *last, weights))
     out, dx, dgate_up, ddown, dweights = run(through(experts), (x, gate_up, down, weights))
     assert not dgate_up[:16].any() and not ddown[:16].any()
     for found, expected in zip((out, dx, dgate_up[16:], ddown[16:], dweights), alone, strict=True):
