@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -96,6 +97,87 @@ def convert(context: typer.Context) -> None:
     from ligermodels.checkpoints_convert.__main__ import main as convert_main
 
     raise typer.Exit(convert_main(context.args))
+
+
+Model = Annotated[str, typer.Argument(metavar="REPO|FOLDER", help="a folder, or a repository of the hub: owner/name")]
+Device = Annotated[str | None, typer.Option(help="default: cuda if there is a GPU, else cpu")]
+Dtype = Annotated[str | None, typer.Option(help="default: what config.json says; on a CPU float32")]
+Temperature = Annotated[
+    float | None, typer.Option(help="0 takes the likeliest token; default: as generation_config.json says, else 0")
+]
+TopK = Annotated[int | None, typer.Option(help="keep the k likeliest tokens")]
+TopP = Annotated[float | None, typer.Option(help="keep the likeliest tokens that reach this probability together")]
+MinP = Annotated[float | None, typer.Option(help="keep tokens this often as likely as the likeliest")]
+Penalty = Annotated[float | None, typer.Option(help="above 1: what was said becomes less likely")]
+Seed = Annotated[int | None, typer.Option(help="makes sampling repeatable")]
+
+
+@app.command()
+def chat(
+    where: Model,
+    system: Annotated[str | None, typer.Option(help="what the model is told before the conversation")] = None,
+    image: Annotated[
+        list[str] | None, typer.Option(help="a picture the first question is about; may be repeated")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="of an answer")] = 1024,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="the most tokens of a conversation; default: 4096, or the model's own limit"),
+    ] = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Talk with a model. Ctrl-C stops an answer, /reset forgets, /exit or Ctrl-D leaves."""
+    from ligermodels.chat import Chat, converse, load, sampling
+
+    model, tokenizer, folder = load(where, dtype=dtype, device=device)
+    processor = None
+    if image:
+        from ligermodels.image_processor import ImageProcessor
+
+        processor = ImageProcessor.from_pretrained(folder)
+    options = sampling(model, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                       repetition_penalty=repetition_penalty, seed=seed)  # fmt: skip
+    converse(
+        Chat(model, tokenizer, system=system, context=context, max_new_tokens=max_new_tokens, images=image,
+             processor=processor, **options)
+    )  # fmt: skip
+
+
+@app.command()
+def generate(
+    where: Model,
+    prompts: Annotated[Path, typer.Option(help='JSON Lines of texts, or of objects with "prompt" or "messages"')],
+    out: Annotated[Path, typer.Option(help="JSON Lines of the same with completions; what it has is not done again")],
+    batch: Annotated[int, typer.Option(min=1, help="prompts at a time")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="of an answer")] = 256,
+    stop: Annotated[list[str] | None, typer.Option(help="a text that ends an answer; may be repeated")] = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Answer a file of prompts, in batches; run it again to go on where it was interrupted."""
+    from ligermodels.batch import generate_file
+    from ligermodels.chat import load, sampling
+
+    model, tokenizer, _ = load(where, dtype=dtype, device=device)
+    options = sampling(model, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                       repetition_penalty=repetition_penalty, seed=seed)  # fmt: skip
+    answered = generate_file(
+        model, tokenizer, prompts, out, batch=batch, max_new_tokens=max_new_tokens, stop_strings=stop or None, **options
+    )
+    _say(f"{answered} prompts answered into {out}")
 
 
 @app.command(

@@ -181,7 +181,7 @@ def stream(
             raise LigerError("repetition_penalty: expected a finite number above 0, got 0")
     if temperature == 0 and (top_k or top_p is not None or min_p):
         warnings.warn("temperature is 0, which is greedy: top_k, top_p and min_p have no effect", stacklevel=3)
-    eos_ids = _eos_ids(model, eos_token_id)
+    eos_ids = stop_ids(model, eos_token_id)
     pad_id = _pad_id(model, pad_token_id, eos_ids, vocab_size)
     if seed is not None:
         _check_seed(seed)
@@ -529,7 +529,8 @@ def _default(model: Any, key: str) -> Any:
     return value if value is not None else getattr(model.config, key, None)
 
 
-def _eos_ids(model: Any, given: int | list[int] | None) -> list[int]:
+def stop_ids(model: Any, given: int | list[int] | None) -> list[int]:
+    """The ids that end a row: those given, else of generation_config.json, else of config.json."""
     value = given if given is not None else _default(model, "eos_token_id")
     ids = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
     if not all(map(_is_id, ids)):
