@@ -177,7 +177,7 @@ def test_gathering_and_the_gate_inside_the_product_change_nothing(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_results_and_gradients_are_as_exact_as_eager(device, dtype, kind):
-    n = 60 if INTERPRETED else 400  # enough that the largest error is not luck
+    n = 60 if INTERPRETED else 1000  # enough that the largest error is not luck
     experts = assignment(kind, n, 4, 2, device)
     inputs = problem(n, 4, 2, 72, 56, dtype, device)
     check_exact(through(experts), plain(experts), plain(experts), inputs)
@@ -197,7 +197,7 @@ def test_few_tokens_and_odd_sizes_give_the_same(device, kind):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_real_sizes_on_the_gpu(dtype):
     """Few and many rows an expert, which take different products; sizes that are no multiple of 8 take Triton's."""
-    for n, n_experts, k, d, i in ((3, 8, 2, 1024, 512), (1500, 8, 2, 1024, 768), (1500, 8, 2, 500, 300)):
+    for n, n_experts, k, d, i in ((45, 8, 2, 1024, 512), (1500, 8, 2, 1024, 768), (1500, 8, 2, 500, 300)):
         experts = assignment("random", n, n_experts, k, "cuda")
         inputs = problem(n, n_experts, k, d, i, dtype, "cuda")
         check_exact(through(experts), plain(experts), plain(experts), inputs)
