@@ -8,7 +8,7 @@ of micro-batches are added up in fp32 too, as each comes out of backward (Micike
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,9 +42,11 @@ class AdamW:
             if master and p.dtype in (torch.bfloat16, torch.float16):
                 self.masters[name] = copy = p.detach().float().requires_grad_()
                 p.register_post_accumulate_grad_hook(functools.partial(_collect, copy))
-        matrices = [m for m in self.masters.values() if m.dim() > 1]
-        others = [m for m in self.masters.values() if m.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {"params": [m for m in alike if (m.dim() > 1) == matrix], "weight_decay": weight_decay * matrix}
+            for alike in _by_mesh(self.masters.values())
+            for matrix in (True, False)
+        ]
         groups = [group for group in groups if group["params"]]
         self.inner = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 
@@ -53,10 +55,7 @@ class AdamW:
 
         The norm stays on the device: nothing waits for it. Gradients are dropped.
         """
-        masters = list(self.masters.values())
-        norm = nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
-        if clip is not None:
-            nn.utils.clip_grads_with_norm_(masters, clip, norm)
+        norm = _clip([m for m in self.masters.values() if m.grad is not None], clip)
         for group in self.inner.param_groups:
             group["lr"] = lr
         self.inner.step()
@@ -100,3 +99,32 @@ def _collect(master: torch.Tensor, parameter: torch.Tensor) -> None:
     else:
         master.grad.add_(parameter.grad)
     parameter.grad = None
+
+
+def _by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Shards (DTensors) apart from whole tensors, and from those of another mesh: no operation takes them together."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for p in parameters:
+        groups.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    return list(groups.values())
+
+
+def _clip(parameters: list[torch.Tensor], clip: float | None) -> torch.Tensor:
+    """The norm () over all gradients, and over all ranks where these have shards; scales them to ``clip``."""
+    groups = _by_mesh(parameters)
+    norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in groups]
+    whole = [n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]
+    total = whole[0] if len(whole) == 1 else torch.stack(whole).norm()
+    if clip is not None:
+        for group in groups:
+            nn.utils.clip_grads_with_norm_(group, clip, _on_mesh(total, group[0]))
+    return total
+
+
+def _on_mesh(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``value``, which all ranks have, as what an operation takes together with ``like``."""
+    if not hasattr(like, "device_mesh"):
+        return value
+    from torch.distributed.tensor import DTensor, Replicate  # a second to import, for several processes only
+
+    return DTensor.from_local(value, like.device_mesh, [Replicate()] * like.device_mesh.ndim)
