@@ -10,10 +10,12 @@ import pytest
 import torch
 from families import CONFIGS, tiny_model
 from torch import nn
+from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels import LigerError
 from ligermodels.kernels import rms_norm, swiglu
+from ligermodels.layers import attention as attention_file
 from ligermodels.layers.memory import LEVELS, address, recompute
 from ligermodels.layers.offload import HostPool, Offload, Scope
 
@@ -345,9 +347,12 @@ def wide():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", [*LEVELS[1:], *OFFLOADED])
-@pytest.mark.parametrize("lag", [1, 3])
-def test_levels_on_the_gpu(wide, level, lag):
-    """Bit for bit, three steps in a row: a copy that comes too late or too early would show."""
+@pytest.mark.parametrize(("lag", "exact"), [(1, True), (3, True), (1, False)])
+def test_levels_on_the_gpu(wide, level, lag, exact, monkeypatch):
+    """Three steps in a row: a copy that comes too late or too early would show. Bit for bit with plain attention; the
+    backward of the fast kernels adds up in an order of its own in each run."""
+    if exact:
+        monkeypatch.setattr(attention_file, "_BACKENDS", [SDPBackend.MATH])
     ids = torch.randint(3, 4096, (4, 1024), device="cuda")
 
     def run(level):
@@ -357,7 +362,9 @@ def test_levels_on_the_gpu(wide, level, lag):
         return [torch.autograd.grad(wide(ids.roll(i), labels=ids).loss, list(wide.parameters())) for i in range(3)]
 
     for found, expected in zip(run(level), run("none"), strict=True):
-        assert equal(found, expected)
+        if exact:
+            assert equal(found, expected)
+        assert all((a - b).norm() <= 0.01 * b.norm() for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.gpu
