@@ -56,7 +56,8 @@ class Block(NamedTuple):
     packed: bool  # q, k and v are one product: v keeps all of it
     raw: int  # copies of q and k before their norm: 0, 1, or 2 if the turned ones are kept as well
     inner: int  # I, times the experts a token passes
-    tileable: bool
+    experts: int  # that a token passes; 0 for a dense MLP, which alone is cut into tiles
+    routing: int  # bytes that the choice of the experts keeps
     lazy: bool  # a replay leaves out the MLP's values
     num_heads: int
     attention_weights: int
@@ -82,7 +83,7 @@ def block_of(layer: nn.Module) -> Block:
     if hasattr(attention, "q_norm"):
         raw = 1 if hasattr(attention, "recompute") else 2
     inner = mlp.down_proj.in_features if experts is None else experts.down_proj.shape[2] * mlp.top_k
-    per_token = 3 * hidden * inner
+    size = attention.o_proj.weight.element_size()
     return Block(
         hidden=hidden,
         norms=len(norms),
@@ -91,11 +92,12 @@ def block_of(layer: nn.Module) -> Block:
         packed=packed,
         raw=raw,
         inner=inner,
-        tileable=experts is None,
+        experts=0 if experts is None else mlp.top_k,
+        routing=0 if experts is None else experts.down_proj.shape[0] * size + 16 * mlp.top_k,
         lazy=getattr(layer, "ends_with_mlp", False) and experts is None,
         num_heads=heads // attention.head_dim,
         attention_weights=hidden * (2 * heads + 2 * kv),
-        mlp_weights=per_token,
+        mlp_weights=3 * hidden * inner,
         gradients=_gradients(layer),
         mlp_gradients=_gradients(mlp),
         window=getattr(attention, "window", None),
@@ -120,11 +122,11 @@ def activation_bytes(block: Block, level: str, tokens: int, size: int) -> int:
         return tokens * (size * (b.hidden + b.heads) + softmax)
     turned = 0 if b.raw == 1 and level != "none" else b.heads + b.kv
     elements = stream + turned + (b.heads + b.kv) * min(b.raw, 1) + (b.heads + 2 * b.kv if b.packed else b.kv) + b.heads
-    if level in ("none", "fast") or not b.tileable:
+    if level in ("none", "fast"):
         elements += 2 * b.inner
     if level == "none":
-        elements += 2 * b.hidden + b.inner
-    return tokens * (size * elements + softmax + rstd)
+        elements += 2 * b.hidden + (0 if b.experts else b.inner)
+    return tokens * (size * elements + softmax + rstd + b.routing)
 
 
 def backward_bytes(block: Block, level: str, tokens: int, size: int) -> tuple[int, int, int]:
@@ -138,10 +140,10 @@ def backward_bytes(block: Block, level: str, tokens: int, size: int) -> tuple[in
     if level in ("attention", "block"):  # what runs again, and is kept until the layer is done; norms stay, too
         again = activation_bytes(b, "mlp", tokens, size) - activation_bytes(b, level, tokens, size)
         again += 1 * stream if b.lazy else 2 * stream
-    rows = tile_rows(tokens, b.inner * size) if level in ("mlp", "attention", "block") and b.tileable else tokens
+    rows = tile_rows(tokens, b.inner * size) if level in ("mlp", "attention", "block") and not b.experts else tokens
     tile = rows * size * b.inner
     sums = 3 * b.hidden * b.inner * 4 if rows < tokens else 0  # the weights' gradients in fp32, where tiles add up
-    gathered = 0 if b.tileable else 2 * b.inner * stream // b.hidden  # rows of x and of the gradient, for each expert
+    gathered = 2 * b.experts * stream  # a row of x and one of the gradient for each expert
     early = 2 * stream + 3 * tile + sums // 3 + gathered + (stream if rows < tokens else 0)
     late = 3 * stream + 2 * tile + sums + gathered
     attention = 2 * stream + tokens * size * (4 * b.heads + 3 * b.kv) + tokens * 4 * b.heads
