@@ -18,16 +18,10 @@ from typing import Any
 
 import torch
 
-from ligermodels.checkpoints_convert.hf import (
-    Checkpoint,
-    TensorInfo,
-    _check_memory,
-    _listed,
-    _read_header,
-    _to_json,
-    _write_bytes,
-    _write_safetensors,
-)
+from ligermodels.checkpoints_convert.files import listed
+from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo
+from ligermodels.checkpoints_convert.safetensors_file import DTYPES, known_dtypes, read_header, write_safetensors
+from ligermodels.checkpoints_convert.save import check_memory, to_json, write_bytes
 from ligermodels.checkpoints_convert.streamed import Source, WorkFolder, read_json
 from ligermodels.errors import CheckpointError
 
@@ -90,13 +84,12 @@ def read_adapter(folder: str | Path) -> Adapter:
     halves: dict[str, dict[str, TensorInfo]] = {}
     saved: dict[str, TensorInfo] = {}
     embeddings = set()
-    for key, (kind, shape, start, end) in _read_header(weights).items():
-        dtype = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(kind)
-        if dtype is None:
-            raise CheckpointError(f"{weights}: tensor {key} is {kind}: expected float16, bfloat16, float32 or float64")
+    for key, (kind, shape, start, end) in read_header(weights).items():
+        if kind not in DTYPES:
+            raise CheckpointError(f"{weights}: tensor {key} is {kind}: expected one of {known_dtypes()}")
         if not key.startswith(_PREFIX):
             raise CheckpointError(f"{weights}: tensor {key} does not begin with {_PREFIX!r}, as PEFT's do")
-        name, info = key.removeprefix(_PREFIX), TensorInfo(weights, dtype, shape, start, end)
+        name, info = key.removeprefix(_PREFIX), TensorInfo(weights, DTYPES[kind], shape, start, end)
         found = _PAIR.fullmatch(name)
         if found is None:
             if ".lora_" in name or not name.endswith((".weight", ".bias")):
@@ -200,11 +193,11 @@ def save_adapter(
             tensors[f"{_PREFIX}{module}.lora_{kind[0]}{side}{kind[1]}"] = tensor.detach()
     if not tensors:
         raise CheckpointError("there is no adapter to save: no pairs, and no modules to save")
-    _check_memory(tensors)
+    check_memory(tensors)
     names = [ADAPTER_WEIGHTS, ADAPTER_CONFIG]
     with WorkFolder(folder, names, None, marker=ADAPTER_CONFIG, force=force) as work:
-        _write_safetensors(work.path / ADAPTER_WEIGHTS, tensors, tensors.__getitem__)
-        _write_bytes(work.path / ADAPTER_CONFIG, _to_json(config, ADAPTER_CONFIG))
+        write_safetensors(work.path / ADAPTER_WEIGHTS, tensors, tensors.__getitem__)
+        write_bytes(work.path / ADAPTER_CONFIG, to_json(config, ADAPTER_CONFIG))
     return folder
 
 
@@ -238,7 +231,7 @@ def merge_adapter(base: Source, adapter: Adapter) -> Source:
         config["tie_word_embeddings"] = False
     unknown = [name for name in (*(f"{m}.weight" for m in adapter.pairs), *adapter.saved) if name not in tensors]
     if unknown:
-        raise CheckpointError(f"{adapter.folder} adapts what {base.path} has not: {_listed(unknown)}")
+        raise CheckpointError(f"{adapter.folder} adapts what {base.path} has not: {listed(unknown)}")
     for name, info in adapter.saved.items():
         if info.shape != tuple(tensors[name].shape):
             raise CheckpointError(
@@ -255,8 +248,9 @@ def merge_adapter(base: Source, adapter: Adapter) -> Source:
 
     def make(name: str) -> torch.Tensor:
         if name in adapter.saved:
-            return adapter.read(adapter.saved[name], dtype=tensors[name].dtype)
-        weight = base.make(f"{embed}.weight" if name not in base.tensors else name)
+            weight = adapter.read(adapter.saved[name], dtype=tensors[name].dtype)
+        else:
+            weight = base.make(f"{embed}.weight" if name not in base.tensors else name)
         module = name.removesuffix(".weight")
         if module not in adapter.pairs or not name.endswith(".weight"):
             return weight

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from ligermodels.checkpoints_convert.hf import CONFIG
+from ligermodels.checkpoints_convert.files import CONFIG
 from ligermodels.checkpoints_convert.rewrites import to_chatglm_names
-from ligermodels.checkpoints_convert.streamed import Source, json_bytes, write_shards
+from ligermodels.checkpoints_convert.save import to_json
+from ligermodels.checkpoints_convert.streamed import Source, write_shards
 from ligermodels.errors import CheckpointError, ConfigError
 
 __all__ = ["write_chatglm"]
@@ -47,7 +48,7 @@ def write_chatglm(
 
     config = _config(source.config, source.path)
     out = Source(source.path, config, tensors, make, source.files)
-    text = json_bytes(config, CONFIG)
+    text = to_json(config, CONFIG)
     return write_shards(out, target, "model", (CONFIG, text), max_shard_size=max_shard_size, force=force, plan=plan)
 
 

@@ -11,8 +11,9 @@ import torch
 
 from ligermodels.checkpoints_convert.adapters import ADAPTER_CONFIG, merge_adapter, read_adapter
 from ligermodels.checkpoints_convert.chatglm import write_chatglm
+from ligermodels.checkpoints_convert.files import CONFIG, INDEX, PICKLE, PICKLE_INDEX, SINGLE
 from ligermodels.checkpoints_convert.from_gguf import open_gguf
-from ligermodels.checkpoints_convert.hf import CONFIG, INDEX, SINGLE, Checkpoint, open_checkpoint, read_config
+from ligermodels.checkpoints_convert.hf import Checkpoint, open_checkpoint, read_config
 from ligermodels.checkpoints_convert.litgpt import WEIGHTS as LITGPT_WEIGHTS
 from ligermodels.checkpoints_convert.litgpt import open_litgpt
 from ligermodels.checkpoints_convert.meta import PARAMS, open_meta, write_meta
@@ -52,7 +53,7 @@ def recognise(path: Path) -> str:
     names = sorted(file.name for file in path.iterdir())
     has = set(names).__contains__
     found = []
-    if has(CONFIG) and (has(SINGLE) or has(INDEX)):
+    if has(CONFIG) and any(map(has, (SINGLE, INDEX, PICKLE, PICKLE_INDEX))):
         found.append("chatglm" if read_config(path).get("model_type") == "chatglm" else "hf")
     if has(LITGPT_WEIGHTS):
         found.append("litgpt")
@@ -162,7 +163,8 @@ def _open(path: Path, kind: str, dtype: str | None) -> Source:
         files = companions(path, (*TOKENIZER_FILES, GENERATION))
         return from_checkpoint(to_model_names(open_checkpoint(path)), config, files)
     if kind == "hf":
-        return open_hf(path, read_config(path))
+        # fp8 weights are read as numbers; then the config must not call them fp8 any more
+        return open_hf(path, {key: v for key, v in read_config(path).items() if key != "quantization_config"})
     if kind == "adapter":
         raise CheckpointError(f"{path} is an adapter, not a model")
     return {"meta": open_meta, "mistral": open_mistral, "litgpt": open_litgpt}[kind](path)
@@ -185,7 +187,7 @@ def _family(raw: dict, where: Path) -> Any:
     from ligermodels import MODELS
 
     model_type = raw.get("model_type")
-    if model_type not in MODELS:
+    if not isinstance(model_type, str) or model_type not in MODELS:
         raise ConfigError(f"{where}: model_type {model_type!r} is not in the zoo, which has {', '.join(MODELS)}")
     return MODELS[model_type]
 

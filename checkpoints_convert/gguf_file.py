@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ligermodels.checkpoints_convert.hf import _content_hint
+from ligermodels.checkpoints_convert.files import content_hint
 from ligermodels.checkpoints_convert.streamed import to_dtype
 from ligermodels.errors import CheckpointError
 
@@ -41,7 +41,9 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     """
     metadata, tensors = _read_one(path)
     count = metadata.get("split.count", 1)
-    if count == 1:
+    if type(count) is not int or not 0 <= count < 100_000:
+        raise CheckpointError(f"{path}: split.count is {str(count)[:80]}, expected the number of files")
+    if count <= 1:
         return metadata, tensors
     named = re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.gguf", path.name)
     if named is None or metadata.get("split.no") != 0 or named[3] != f"{count:05d}":
@@ -68,7 +70,7 @@ def _read_one(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         with open(path, "rb") as file:
             start = file.read(512)
         if not start.startswith(b"GGUF"):
-            hint = _content_hint(start)
+            hint = content_hint(start)
             raise CheckpointError(f"{path} is not a GGUF file" + (f": {hint}" if hint else ""))
         reader = _open(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}

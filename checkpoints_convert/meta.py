@@ -19,7 +19,6 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,14 @@ import torch
 from ligermodels.checkpoints_convert.gguf_layout import deinterleave, interleave
 from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo
 from ligermodels.checkpoints_convert.pth import open_pth, save_pth
+from ligermodels.checkpoints_convert.save import parse_size, to_json, write_bytes
 from ligermodels.checkpoints_convert.streamed import (
     Source,
     WorkFolder,
     companions,
     expect_shapes,
-    json_bytes,
-    parse_size,
     progress,
     read_json,
-    write_bytes,
 )
 from ligermodels.errors import CheckpointError, ConfigError
 
@@ -212,18 +209,9 @@ def _same(checkpoint: Checkpoint, a: TensorInfo, b: TensorInfo, rows: int = 4096
     """Bit for bit, some rows at a time; two that differ mostly do so in the first."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    row = (a.end - a.start) // a.shape[0]
     for first in range(0, a.shape[0], rows):
-        count = min(rows, a.shape[0] - first)
-        both = {
-            key: replace(
-                info,
-                shape=(count, *info.shape[1:]),
-                start=info.start + first * row,
-                end=info.start + (first + count) * row,
-            )
-            for key, info in (("a", a), ("b", b))
-        }
+        last = min(first + rows, a.shape[0])
+        both = {"a": a.rows(first, last), "b": b.rows(first, last)}
         part = Checkpoint(checkpoint.folder, both)
         if not torch.equal(part.read("a").view(torch.uint8), part.read("b").view(torch.uint8)):
             return False
@@ -322,8 +310,8 @@ def write_meta(
     by_rows = config["vocab_size"] > 100_000  # from Llama 3 on
     count = _count(source, config, max_shard_size, by_rows)
     files = [f"consolidated.{rank:02d}.pth" for rank in range(count)]
-    texts = {PARAMS: json_bytes(params, PARAMS), HF_CONFIG: json_bytes(config, HF_CONFIG)}
-    texts |= {name: json_bytes(content, name) for name, content in source.files.items() if isinstance(content, dict)}
+    texts = {PARAMS: to_json(params, PARAMS), HF_CONFIG: to_json(config, HF_CONFIG)}
+    texts |= {name: to_json(content, name) for name, content in source.files.items() if isinstance(content, dict)}
     copies = {name: path for name, path in source.files.items() if isinstance(path, Path) and name not in texts}
     own = {path.name for path in target.iterdir() if _FILE.fullmatch(path.name)} if target.is_dir() else set()
     order = [PARAMS, *files, *(name for name in (*texts, *copies) if name != PARAMS)]

@@ -15,11 +15,11 @@ import torch
 from ligermodels.checkpoints_convert.gguf_layout import deinterleave, interleave
 from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo
 from ligermodels.checkpoints_convert.meta import HF_CONFIG, PARAMS, heads_of, meta_name, number, shapes_of, whole
+from ligermodels.checkpoints_convert.save import to_json
 from ligermodels.checkpoints_convert.streamed import (
     Source,
     companions,
     expect_shapes,
-    json_bytes,
     open_files,
     read_json,
     write_shards,
@@ -184,6 +184,6 @@ def write_mistral(
     files = {**source.files, HF_CONFIG: config}
     renamed = {theirs: source.tensors[ours] for theirs, ours in back.items()}
     out = Source(source.path, config, renamed, make, files)
-    text = json_bytes(params, PARAMS)
+    text = to_json(params, PARAMS)
     size = max_shard_size or 2**62
     return write_shards(out, target, STEM, (PARAMS, text), max_shard_size=size, force=force, plan=plan)

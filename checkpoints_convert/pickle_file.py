@@ -7,6 +7,9 @@ later) can be mapped.
 from __future__ import annotations
 
 import pickle
+import pickletools
+import re
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -16,6 +19,11 @@ from ligermodels.checkpoints_convert.files import content_hint, listed
 from ligermodels.checkpoints_convert.safetensors_file import DTYPE_NAMES
 from ligermodels.errors import CheckpointError
 
+# All that torch.save names for a dict of dense tensors and numbers, as "module name".
+_ALLOWED = re.compile(
+    r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)"
+    r"|torch (Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool)Storage"
+)
 _MAX_PICKLE = 10_000_000  # the names and shapes alone; the numbers lie beside it in the archive
 
 
@@ -25,7 +33,7 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
     Raises CheckpointError, naming the file, for anything but a dict of dense tensors: a pickle that asks to run code
     (it is not run), a file that is cut short, and the format of torch before 1.6.
     """
-    _check_archive(path)
+    check_archive(path)
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -45,6 +53,23 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in content.items()}
 
 
+def _check_names(path: Path, content: bytes) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in damaged text
+            operations = [(operation.name, argument) for operation, argument, _ in pickletools.genops(content)]
+    except Exception as error:  # what a damaged pickle ends in
+        raise CheckpointError(f"{path} is damaged: {error} (fetch it again)") from error
+    for operation, argument in operations:
+        if operation == "GLOBAL" and _ALLOWED.fullmatch(argument):
+            continue
+        if operation in ("GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4", "BYTEARRAY8"):
+            what = str(argument).replace(" ", ".") if operation == "GLOBAL" else operation
+            raise CheckpointError(
+                f"{path} holds more than tensors, and was not opened, as that could run code: it names {what:.200}"
+            )
+
+
 def _is_plain(name: object, value: object) -> bool:
     return (
         isinstance(name, str)
@@ -60,7 +85,12 @@ def kind_of(tensor: torch.Tensor) -> str:
     return DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
 
 
-def _check_archive(path: Path) -> None:
+def check_archive(path: Path) -> None:
+    """Raise CheckpointError unless ``path`` is a whole zip archive of torch.save whose pickle names tensors only.
+
+    torch's ``weights_only`` reader runs no code, but knows names (``bytearray``) that can ask for any amount of memory.
+    So the pickle is read as text first.
+    """
     try:
         with open(path, "rb") as file:
             start = file.read(512)
@@ -81,6 +111,8 @@ def _check_archive(path: Path) -> None:
                         raise CheckpointError(f"{path}: {record.filename} is compressed, which torch.save never does")
                     if record.filename.endswith(".pkl") and record.file_size > _MAX_PICKLE:
                         raise CheckpointError(f"{path}: {record.filename} has {record.file_size} bytes, far too many")
+                    if record.filename.endswith(".pkl"):
+                        _check_names(path, archive.read(record))
     except OSError as error:
         raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:

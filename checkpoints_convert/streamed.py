@@ -19,21 +19,11 @@ from typing import Any
 
 import torch
 
-from ligermodels.checkpoints_convert.hf import (
-    _DTYPE_NAMES,
-    CONFIG,
-    INDEX,
-    Checkpoint,
-    TensorInfo,
-    _listed,
-    _plan_shards,
-    _read_header,
-    _write_safetensors,
-    open_checkpoint,
-)
-from ligermodels.checkpoints_convert.hf import _parse_size as parse_size
-from ligermodels.checkpoints_convert.hf import _to_json as json_bytes
-from ligermodels.checkpoints_convert.hf import _write_bytes as write_bytes
+from ligermodels.checkpoints_convert.files import CONFIG, INDEX, is_inside, listed
+from ligermodels.checkpoints_convert.files import read_json as read_json_of
+from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo, open_checkpoint
+from ligermodels.checkpoints_convert.safetensors_file import DTYPE_NAMES, DTYPES, nbytes, read_header, write_safetensors
+from ligermodels.checkpoints_convert.save import parse_size, plan_shards, to_json, write_bytes
 from ligermodels.errors import CheckpointError
 
 __all__ = ["Source", "WorkFolder", "expect_shapes", "from_checkpoint", "open_hf", "write_hf", "write_shards"]
@@ -94,10 +84,10 @@ def expect_shapes(path: Path, found: Mapping[str, Any], expected: Mapping[str, t
     """Raise CheckpointError unless ``found`` (name → something with a shape) has exactly the ``expected`` shapes."""
     missing = [name for name in expected if name not in found]
     if missing:
-        raise CheckpointError(f"{path} lacks the tensors {_listed(missing)}")
+        raise CheckpointError(f"{path} lacks the tensors {listed(missing)}")
     unknown = [name for name in found if name not in expected]
     if unknown:
-        raise CheckpointError(f"{path} holds tensors that {what} has not: {_listed(unknown)}")
+        raise CheckpointError(f"{path} holds tensors that {what} has not: {listed(unknown)}")
     for name, shape in expected.items():
         if tuple(found[name].shape) != tuple(shape):
             raise CheckpointError(f"{path}: tensor {name} is {list(found[name].shape)}, expected {list(shape)}")
@@ -230,7 +220,7 @@ def write_hf(
     At most one tensor is held at a time. Raises CheckpointError for a target that is taken, and as the source's
     ``make`` does.
     """
-    text = json_bytes(source.config, CONFIG)
+    text = to_json(source.config, CONFIG)
     return write_shards(source, target, "model", (CONFIG, text), max_shard_size=max_shard_size, force=force, plan=plan)
 
 
@@ -250,7 +240,7 @@ def write_shards(
     """
     shards = {
         name.replace("model", stem, 1): tensors
-        for name, tensors in _plan_shards(source.tensors, parse_size(max_shard_size)).items()
+        for name, tensors in plan_shards(source.tensors, parse_size(max_shard_size)).items()
     }
     texts = dict([config])
     if len(shards) > 1:
@@ -258,10 +248,10 @@ def write_shards(
             "metadata": {"total_size": sum(t.numel() * t.element_size() for t in source.tensors.values())},
             "weight_map": {name: file for file, names in shards.items() for name in names},
         }
-        texts[f"{stem}.safetensors.index.json"] = json_bytes(index, INDEX)
+        texts[f"{stem}.safetensors.index.json"] = to_json(index, INDEX)
     for name, content in source.files.items():
         if isinstance(content, dict):
-            texts[name] = json_bytes(content, name)
+            texts[name] = to_json(content, name)
     copies = {name: path for name, path in source.files.items() if isinstance(path, Path) and name not in texts}
     layout = {name: [str(t.dtype), list(t.shape)] for name, t in source.tensors.items()}
     work = WorkFolder(
@@ -277,16 +267,16 @@ def write_shards(
             wanted = {name: source.tensors[name] for name in names}
             if _is_finished(work.path / file, wanted):
                 for name in names:
-                    bar.update(_nbytes(wanted[name]))
+                    bar.update(nbytes(wanted[name]))
                 continue
 
             def make(name: str) -> torch.Tensor:
                 tensor = source.make(name)
-                bar.update(_nbytes(tensor))
+                bar.update(nbytes(tensor))
                 return tensor
 
             unfinished = work.path / (file + ".tmp")
-            _write_safetensors(unfinished, wanted, make)
+            write_safetensors(unfinished, wanted, make)
             os.replace(unfinished, work.path / file)
         for name, text in texts.items():
             write_bytes(work.path / name, text)
@@ -299,12 +289,8 @@ def progress(tensors: Mapping[str, torch.Tensor], target: Path) -> Any:
     """A bar in bytes, shown on a terminal only."""
     from tqdm import tqdm
 
-    total = sum(map(_nbytes, tensors.values()))
+    total = sum(map(nbytes, tensors.values()))
     return tqdm(total=total, desc=f"writing {target.name}", unit="B", unit_scale=True, disable=None)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _is_finished(path: Path, wanted: Mapping[str, torch.Tensor]) -> bool:
@@ -312,11 +298,11 @@ def _is_finished(path: Path, wanted: Mapping[str, torch.Tensor]) -> bool:
     if not path.is_file():
         return False
     try:
-        header = _read_header(path)
+        header = read_header(path)
     except CheckpointError:
         return False
     found = {name: (kind, shape) for name, (kind, shape, *_) in header.items()}
-    return found == {name: (_DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in wanted.items()}
+    return found == {name: (DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in wanted.items()}
 
 
 def open_files(folder: Path, stem: str) -> dict[str, TensorInfo]:
@@ -329,40 +315,27 @@ def open_files(folder: Path, stem: str) -> dict[str, TensorInfo]:
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(
-            isinstance(file, str) and re.fullmatch(r"[\w.-]+\.safetensors", file) for file in weight_map.values()
+            isinstance(file, str) and is_inside(file) for file in weight_map.values()
         ):
-            raise CheckpointError(f'{index}: "weight_map" must map tensor names to .safetensors files of the folder')
+            raise CheckpointError(f'{index}: "weight_map" must map tensor names to files of the folder')
         files = sorted(set(weight_map.values()))
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
-        raise CheckpointError(f"{folder} lacks {_listed(missing)}")
+        raise CheckpointError(f"{folder} lacks {listed(missing)}")
     tensors: dict[str, TensorInfo] = {}
-    dtypes = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
     for file in files:
-        for name, (kind, shape, start, end) in _read_header(folder / file).items():
-            if kind not in dtypes:
+        for name, (kind, shape, start, end) in read_header(folder / file).items():
+            if kind not in DTYPES:
                 raise CheckpointError(f"{folder / file}: tensor {name} is {kind}: expected a floating dtype")
             if name in tensors:
                 raise CheckpointError(f"{folder / file}: tensor {name} is in {tensors[name].file.name}, too")
-            tensors[name] = TensorInfo(folder / file, dtypes[kind], shape, start, end)
+            tensors[name] = TensorInfo(folder / file, DTYPES[kind], shape, start, end)
     return tensors
 
 
 def read_json(path: Path, limit: int = 50_000_000) -> dict:
     """The JSON object in ``path``, of at most ``limit`` bytes. Raises CheckpointError naming the file."""
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    if size > limit:
-        raise CheckpointError(f"{path} has {size} bytes, more than the {limit} that such a file may have")
-    try:
-        value = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, found {type(value).__name__}")
-    return value
+    return read_json_of(path, CheckpointError, limit)
 
 
 def fingerprint(*paths: Path) -> list:

@@ -1,11 +1,13 @@
 """Conversions between layouts: bit-equal round trips, transformers and gguf as judges, hostile and interrupted runs."""
 
+import contextlib
 import json
 import math
 import os
 import pickle
 import subprocess
 import sys
+import warnings
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -25,6 +27,8 @@ from convert_cases import (
     same,
     tensors_of,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import TINY
 
@@ -35,6 +39,7 @@ from ligermodels.checkpoints_convert.__main__ import main
 from ligermodels.checkpoints_convert.adapters import merged, read_adapter, save_adapter
 from ligermodels.checkpoints_convert.convert import convert, recognise
 from ligermodels.checkpoints_convert.hf import read_config, save_checkpoint
+from ligermodels.checkpoints_convert.pickle_file import load_pickle
 from ligermodels.checkpoints_convert.pth import open_pth
 from ligermodels.errors import CheckpointError, ConfigError, LigerError
 
@@ -195,8 +200,10 @@ def test_pickles_are_read_as_text_first(tmp_path, evil):
     content = {"a": evil(marker)} if evil is Touch else {"a": evil()}
     torch.save({"a": torch.ones(2)}, tmp_path / "evil.pth")
     repack(tmp_path / "evil.pth", lambda _: pickle.dumps(content, protocol=2))
-    with pytest.raises(CheckpointError, match=r"evil\.pth names .*nothing was run"):
+    with pytest.raises(CheckpointError, match=r"evil\.pth holds more than tensors"):
         open_pth(tmp_path / "evil.pth")
+    with pytest.raises(CheckpointError, match=r"evil\.pth holds more than tensors"):
+        load_pickle(tmp_path / "evil.pth")
     assert not marker.exists()
 
 
@@ -213,7 +220,7 @@ def test_pth_files_are_checked_against_their_size(tmp_path):
         with pytest.raises(CheckpointError, match=r"a\.pth"):
             open_pth(path)
     for name, value, says in [
-        ("ints", {"a": torch.arange(3)}, "LongStorage"),
+        ("ints", {"a": torch.arange(3)}, "int64"),
         ("columns", {"a": torch.ones(3, 4).T}, "row by row"),
         ("step", {"a": torch.ones(2), "step": 3}, "step"),
         ("list", [torch.ones(2)], "state dict"),
@@ -228,7 +235,7 @@ def test_pth_files_are_checked_against_their_size(tmp_path):
         with pytest.raises(CheckpointError, match=r"a\.pth"):
             open_pth(path)
     torch.save(tensors, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match="zip format"):
+    with pytest.raises(CheckpointError, match="zip archive"):
         open_pth(path)
 
 
@@ -451,6 +458,13 @@ def test_an_adapter_of_a_tied_embedding_unties_the_head(tmp_path):
     assert read_config(merged_folder)["tie_word_embeddings"] is False
     ligermodels.from_pretrained(merged_folder)
 
+    whole = {"model.embed_tokens.weight": before + 1}  # PEFT may keep the base beside its pair: that counts, then
+    save_adapter(
+        tmp_path / "whole", {"model.embed_tokens": (a, b)}, config, saved=whole, embeddings={"model.embed_tokens"}
+    )
+    after = tensors_of(convert(tmp_path / "whole", tmp_path / "merged2", to="hf", base=base))
+    assert (after["model.embed_tokens.weight"] - (before + 1 + (b @ a).T)).abs().max() < 1e-5
+
 
 def test_merging_rounds_once_and_knows_transposed_weights():
     a, b = pair(6, 5)
@@ -552,6 +566,22 @@ def test_an_interrupted_conversion_continues(tmp_path, monkeypatch):
     assert same(tensors_of(target), expected)
 
 
+def test_an_interrupted_conversion_to_meta_continues(tmp_path, monkeypatch):
+    source, target = folder_of(LLAMA | {"vocab_size": 96}, tmp_path / "hf"), tmp_path / "out"
+    size = sum(t.nbytes for t in tensors_of(source).values())
+    options = {"to": "meta", "max_shard_size": int(size * 0.6)}
+    whole = len(tensors_of(source))
+    with monkeypatch.context() as patch:
+        interrupt(patch, whole + 3)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, target, **options)
+    with monkeypatch.context() as patch:
+        read = interrupt(patch, -1)
+        convert(source, target, **options)
+    assert len(read) == whole  # for the second file alone
+    check_same_model(source, convert(target, tmp_path / "back", to="hf"))
+
+
 def test_leftovers_of_another_source_are_not_used(tmp_path, monkeypatch):
     target, options = tmp_path / "out", {"to": "hf", "max_shard_size": "40KB"}
     with monkeypatch.context() as patch:
@@ -626,6 +656,57 @@ def test_the_command(tmp_path, capsys):
         convert(tmp_path / "large", tmp_path / "y", to="hf", dtype="float16")
 
 
+def json_values():
+    plain = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5)
+    return st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner))
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory):
+    """(folder, the file that describes it) of four layouts."""
+    root = tmp_path_factory.mktemp("layouts")
+    llama, mixtral = folder_of(LLAMA, root / "llama"), folder_of(MIXTRAL, root / "mixtral")
+    convert(llama, root / "meta", to="meta")
+    convert(mixtral, root / "mistral", to="mistral")
+    for name in ("meta", "mistral"):
+        (root / name / "hf_config.json").unlink()
+    save_adapter(root / "adapter", {"model.layers.0.mlp.up_proj": pair(112, 64)}, {"r": 4, "lora_alpha": 8})
+    (root / "lit").mkdir()
+    torch.save(lit_state(tensors_of(folder_of(LLAMA, root / "b")), False, False), root / "lit" / "lit_model.pth")
+    (root / "lit" / "lit_config.json").write_text(json.dumps(LITGPT | {"n_head": 8, "head_size": 8}))
+    files = {
+        "meta": "params.json",
+        "mistral": "params.json",
+        "adapter": "adapter_config.json",
+        "lit": "lit_config.json",
+    }
+    for name in files:
+        convert(root / name, root / "good", to="hf", base=llama, force=True)
+    return [root / name / file for name, file in files.items()] + [llama / "config.json"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_value_in_a_config_is_taken_or_refused_by_name(layouts, data):
+    """One value of params.json, adapter_config.json, lit_config.json or config.json replaced by any JSON value."""
+    path = data.draw(st.sampled_from(layouts))
+    good = path.read_text()
+    content = json.loads(good)
+    key = data.draw(st.sampled_from(sorted(content)))
+    content[key] = data.draw(json_values())
+    try:
+        path.write_text(json.dumps(content))
+        target = path.parent.with_name("target")
+        options = {"to": "hf", "force": True, "base": path.parent.with_name("llama")}
+        if path.name == "config.json":
+            options["to"] = data.draw(st.sampled_from(["meta", "gguf", "hf"]))
+        with contextlib.suppress(LigerError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            convert(path.parent, target / "x.gguf" if options["to"] == "gguf" else target, **options)
+    finally:
+        path.write_text(good)
+
+
 MEMORY = """
 import re, sys, torch
 from pathlib import Path
@@ -666,6 +747,6 @@ def test_work_folder_of_a_failed_write_says_where(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(streamed, "_write_safetensors", full)
+    monkeypatch.setattr(streamed, "write_safetensors", full)
     with pytest.raises(CheckpointError, match=r"out\.partial.*No space left"):
         convert(folder_of(LLAMA, tmp_path / "hf"), tmp_path / "out", to="hf")

@@ -16,9 +16,10 @@ from ligermodels import LlamaConfig
 
 gguf = pytest.importorskip("gguf")
 
+from ligermodels.checkpoints_convert import gguf_file  # noqa: E402
 from ligermodels.checkpoints_convert.__main__ import main  # noqa: E402
 from ligermodels.checkpoints_convert.convert import convert  # noqa: E402
-from ligermodels.checkpoints_convert.from_gguf import convert_gguf  # noqa: E402
+from ligermodels.checkpoints_convert.from_gguf import convert_gguf, open_gguf  # noqa: E402
 from ligermodels.checkpoints_convert.gguf_config import metadata_of  # noqa: E402
 from ligermodels.checkpoints_convert.gguf_file import read_gguf  # noqa: E402
 from ligermodels.checkpoints_convert.gguf_layout import layout  # noqa: E402
@@ -401,6 +402,42 @@ def test_random_damage_never_ends_in_another_error(tmp_path, seed):
             refused += 1
             assert "damaged.gguf" in str(error)
     assert refused > 20
+
+
+@pytest.mark.parametrize("family", ["llama3.2", "qwen3_moe", "gemma3", "phi3", "glm"])
+def test_any_value_of_any_key_is_taken_or_refused_by_name(tmp_path, family, monkeypatch):
+    """Each key in turn left out or given values of all kinds: a source that can be opened, or the project's error."""
+    source = folder_of(FAMILIES[family] | {"vocab_size": 270}, tmp_path / "hf")
+    byte_level(source, RULES["gpt-2"], bos=True)
+    metadata, entries = gguf_file._read_one(convert(source, tmp_path / "model.gguf", to="gguf"))
+    refused = 0
+    for key in metadata:
+        for value in (
+            None,
+            "",
+            "x",
+            0,
+            -1,
+            3,
+            2**31,
+            2**63,
+            0.0,
+            1e30,
+            float("nan"),
+            True,
+            [],
+            [1],
+            ["a"],
+            [2.5] * 270,
+        ):
+            changed = {k: v for k, v in metadata.items() if k != key} | ({} if value is None else {key: value})
+            monkeypatch.setattr(gguf_file, "_read_one", lambda _, changed=changed: (changed, dict(entries)))
+            try:
+                open_gguf(tmp_path / "model.gguf")
+            except CheckpointError as error:
+                refused += 1
+                assert "model.gguf" in str(error)
+    assert refused > 150
 
 
 def test_a_gemma_3_has_its_names_norms_and_windows(tmp_path):
