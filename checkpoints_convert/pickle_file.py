@@ -24,6 +24,7 @@ _ALLOWED = re.compile(
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)"
     r"|torch (Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool)Storage"
 )
+_MAX_OPERATIONS = 1_000_000  # a tensor takes some 25; each may leave an object in memory
 _MAX_PICKLE = 10_000_000  # the names and shapes alone; the numbers lie beside it in the archive
 
 
@@ -57,17 +58,21 @@ def _check_names(path: Path, content: bytes) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes in damaged text
-            operations = [(operation.name, argument) for operation, argument, _ in pickletools.genops(content)]
+            for count, (operation, argument, _) in enumerate(pickletools.genops(content)):
+                if count > _MAX_OPERATIONS:
+                    raise CheckpointError(f"{path} has a pickle of over {_MAX_OPERATIONS} operations, far too many")
+                if operation.name == "GLOBAL" and _ALLOWED.fullmatch(argument):
+                    continue
+                if operation.name in ("GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4", "BYTEARRAY8"):
+                    what = str(argument).replace(" ", ".") if operation.name == "GLOBAL" else operation.name
+                    raise CheckpointError(
+                        f"{path} holds more than tensors, and was not opened, as that could run code: it names "
+                        f"{what:.200}"
+                    )
+    except CheckpointError:
+        raise
     except Exception as error:  # what a damaged pickle ends in
         raise CheckpointError(f"{path} is damaged: {error} (fetch it again)") from error
-    for operation, argument in operations:
-        if operation == "GLOBAL" and _ALLOWED.fullmatch(argument):
-            continue
-        if operation in ("GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4", "BYTEARRAY8"):
-            what = str(argument).replace(" ", ".") if operation == "GLOBAL" else operation
-            raise CheckpointError(
-                f"{path} holds more than tensors, and was not opened, as that could run code: it names {what:.200}"
-            )
 
 
 def _is_plain(name: object, value: object) -> bool:
