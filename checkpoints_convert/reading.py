@@ -104,16 +104,17 @@ def stream_tensors(
     in work beyond the one that is waited for. Raises CheckpointError for a file that changed since it was checked.
     """
     maps: dict[Path, torch.UntypedStorage] = {}
+    taken: set[int] = set()
     pending: deque[tuple[str, torch.Tensor, list[Future]]] = deque()
     in_work = 0
     with _Readers(device) as readers:
         for name, info in wanted:
             target = dtype or info.dtype
             if mapped and device.type == "cpu" and _can_be_mapped(info, target):
-                pending.append((name, _map(info, maps, name), []))
+                pending.append((name, _map(info, maps, taken, name), []))
             else:
                 # The device is spelt out: the caller may be under torch.device("meta").
-                tensor = torch.empty(info.shape, dtype=target, device=device)
+                tensor = torch.empty(info.shape, dtype=target, device=readers.device)
                 pending.append((name, tensor, readers.submit(info, tensor.view(-1), name)))
             in_work += nbytes(pending[-1][1])
             while pending and in_work > ahead:
@@ -133,9 +134,12 @@ def _can_be_mapped(info: TensorInfo, dtype: torch.dtype) -> bool:
     return plain and info.start % dtype.itemsize == 0
 
 
-def _map(info: TensorInfo, maps: dict[Path, torch.UntypedStorage], name: str) -> torch.Tensor:
+def _map(info: TensorInfo, maps: dict[Path, torch.UntypedStorage], taken: set[int], name: str) -> torch.Tensor:
     if info.data is not None:
-        return info.data
+        address = info.data.untyped_storage().data_ptr()
+        shared = address in taken  # a pickle may hold one memory under two names, and training one must not train both
+        taken.add(address)
+        return info.data.clone() if shared else info.data
     if info.file not in maps:
         try:
             # A private map: what is written to it never reaches the file.
@@ -192,11 +196,14 @@ class _Readers:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.cuda = device, device.type == "cuda"
+        if self.cuda and device.index is None:  # the threads would take another one for the current
+            self.device = torch.device("cuda", torch.cuda.current_device())
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = {"cuda": THREADS, "cpu": THREADS // 2}.get(device.type, 1)
         self.pool = ThreadPoolExecutor(min(threads, cores), "ligermodels-read")
         self.mine = _Mine()
         self.files: list[BinaryIO] = []
+        self.streams: list[torch.cuda.Stream] = []
 
     def __enter__(self) -> _Readers:
         return self
@@ -205,6 +212,8 @@ class _Readers:
         self.pool.shutdown(wait=True, cancel_futures=True)
         for file in self.files:
             file.close()
+        for stream in self.streams:  # after an error copies may be under way into memory that is free already
+            torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def submit(self, info: TensorInfo, target: torch.Tensor, name: str) -> list[Future]:
         """Begin to fill ``target`` (flat). On the meta device there is nothing to fill."""
@@ -257,7 +266,9 @@ class _Readers:
             work()
             return None
         mine = self.mine
-        mine.stream = mine.stream or torch.cuda.Stream(self.device)
+        if mine.stream is None:
+            mine.stream = torch.cuda.Stream(self.device)
+            self.streams.append(mine.stream)
         with torch.cuda.stream(mine.stream):
             mine.stream.wait_event(ready)
             work()
@@ -294,8 +305,8 @@ class _Readers:
 
     def _move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         if source.dtype != target.dtype:  # a cast on the way would run on the host in pageable memory
-            source = source.to(self.device, non_blocking=True)
-        target.copy_(source, non_blocking=True)
+            source = source.to(self.device, non_blocking=self.cuda)
+        target.copy_(source, non_blocking=self.cuda)
 
     def _scale(self, info: TensorInfo, scales: torch.Tensor, target: torch.Tensor, name: str) -> None:
         """fp8 numbers, each times the scale of its block, in fp32."""
@@ -305,7 +316,7 @@ class _Readers:
         raw = self._staged(info, info.start, rows * columns, torch.float8_e4m3fn, name)
         block_rows = torch.arange(scaled.first_row, scaled.first_row + rows) // scaled.block[0]
         wide = scales[block_rows].to(self.device).repeat_interleave(scaled.block[1], 1)[:, :columns]  # (rows, columns)
-        values = raw.to(self.device, non_blocking=True).view(rows, columns).float()
+        values = raw.to(self.device, non_blocking=self.cuda).view(rows, columns).float()
         target.copy_((values * wide).view(-1))
 
 

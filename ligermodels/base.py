@@ -288,6 +288,8 @@ class CausalLM(nn.Module):
 
     def init_weights(self) -> None:
         """Random weights as published models start: normal(0, initializer_range), biases 0, padding row 0."""
+        if self.device.type == "meta":  # nothing to fill; torch would take its time, a millisecond a tensor
+            return
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from bad_folders import CASES, FP8, MARKER, TINY, config, make, put, quantised, sound_folder, tensors_of, weights
+from bad_folders import CASES, FP8, MARKER, TINY, bins, config, make, put, quantised, sound_folder, tensors_of, weights
 from family_checks import scaled_hf
 from test_cli import run
 
+import ligermodels
 from ligermodels import LigerError, from_pretrained
 from ligermodels.checkpoints_convert.hf import Checkpoint
 
@@ -198,6 +199,34 @@ def test_padded_but_consistent_vocabularies_load(sound, tmp_path):
     assert (logits_of(from_pretrained(folder)) - hf_logits(folder)).abs().max() < 2e-4
 
 
+# --------------------------------------------------------------------------------------------------------------- C12
+
+
+def test_one_memory_under_two_names_of_a_pickle_becomes_two_parameters(sound, tmp_path):
+    """As a tied model was pickled once, but under a config that does not tie: training one must not train the other."""
+    folder = make("sound", sound, tmp_path / "model")
+    tensors = tensors_of(folder)
+    bins(change=lambda _: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})(folder)
+    model = from_pretrained(folder)
+    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    assert torch.equal(embedding, head)
+    with torch.no_grad():
+        head.add_(1)
+    assert torch.equal(embedding + 1, head) and torch.equal(embedding, tensors["model.embed_tokens.weight"])
+
+
+def test_chatglm_pickles_are_cut_like_its_safetensors(tmp_path):
+    from ligermodels.checkpoints_convert.rewrites import to_chatglm_names
+
+    keys = {"num_hidden_layers": 2, "head_dim": 16, "model_type": "glm"}
+    config = {**{k: v for k, v in TINY.items() if k not in ("attention_bias", "mlp_bias")}, **keys}
+    model = ligermodels.LigerGlm(ligermodels.GlmConfig.from_hf(config)).eval()
+    model.save_pretrained(tmp_path)
+    torch.save(to_chatglm_names({n: p.detach() for n, p in model.named_parameters()}), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    assert torch.equal(logits_of(from_pretrained(tmp_path)), logits_of(model))
+
+
 # --------------------------------------------------------------------------------------------------------------- C15
 
 LINEAR, LLAMA3 = {"factor": 2.0}, {
@@ -308,3 +337,40 @@ def test_rows_of_fp8_keep_their_scales(sound, tmp_path):
     )})  # fmt: skip
     assert torch.equal(part.read("part", dtype=FP32), whole[35:97])
     assert torch.equal(part.read("joined", dtype=FP32), torch.cat([whole[60:], whole[:60]]))
+
+
+# -------------------------------------------------------------------------------------------------------------- on CUDA
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["sound", "C12/bin_sharded", "quantised/fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("chunk", [4 << 20, 1024])
+def test_cuda_gets_the_same_bits(case, dtype, chunk, sound, tmp_path, monkeypatch):
+    from ligermodels.checkpoints_convert import reading
+
+    monkeypatch.setattr(reading, "CHUNK", chunk)
+    if case == "quantised/fp8":
+        folder = make("sound", sound, tmp_path / "model")
+        scales = {"weight": fp8((112, 64)), "weight_scale_inv": torch.rand(4, 3) + 0.5}
+        quantised(scales, "fp8", weight_block_size=[32, 24])(folder)
+    else:
+        folder = make(case, sound, tmp_path / "model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours, cuda = from_pretrained(folder, dtype=dtype), from_pretrained(folder, dtype=dtype, device="cuda")
+    assert all(p.is_cuda for p in cuda.parameters())
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(ours.parameters(), cuda.parameters(), strict=True))
+
+
+@pytest.mark.gpu
+def test_cuda_after_an_error_in_the_middle(sound, tmp_path):
+    from ligermodels.checkpoints_convert.hf import open_checkpoint
+
+    folder = make("sound", sound, tmp_path / "model")
+    checkpoint = open_checkpoint(folder)
+    file = next(iter(checkpoint.tensors.values())).file
+    file.write_bytes(file.read_bytes()[:-50_000])
+    with pytest.raises(LigerError, match="ended while tensor"):
+        dict(checkpoint.stream(device="cuda", ahead=1 << 20))
+    torch.cuda.synchronize()
