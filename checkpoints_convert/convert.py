@@ -127,7 +127,8 @@ def convert(
         if target.resolve() == folder.resolve():
             raise CheckpointError(f"{target} is the base model: choose another target")
         inputs.append(folder)
-        made = merge_adapter(_open(folder, recognise(folder), None), adapter)
+        wider = torch.float32 if dtype in ("float32", "q8_0") else None  # so that the sum is not rounded first
+        made = merge_adapter(_open(folder, recognise(folder), None).cast(wider), adapter)
     else:
         made = _open(path, kind, dtype)
     plan = [[fingerprint(p) for p in inputs], kind, to, dtype]

@@ -685,7 +685,7 @@ def layouts(tmp_path_factory):
     return [root / name / file for name, file in files.items()] + [llama / "config.json"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_value_in_a_config_is_taken_or_refused_by_name(layouts, data):
     """One value of params.json, adapter_config.json, lit_config.json or config.json replaced by any JSON value."""
