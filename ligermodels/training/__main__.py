@@ -46,6 +46,7 @@ def arguments(given: Sequence[str] | None, prog: str | None) -> argparse.Namespa
     cli.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of the model")
     cli.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     cli.add_argument("--activation-memory", default="fast", help=f"{', '.join(LEVELS)}; but for none also +offload")
+    cli.add_argument("--fit-gib", type=float, help="instead: plan the fastest mix of levels within so much GPU memory")
     cli.add_argument("--tensorboard", action="store_true", help="also write TensorBoard's files, to OUT/tensorboard")
     add_arguments(cli)
     return cli.parse_args(given)
@@ -74,6 +75,11 @@ def finetune(args: argparse.Namespace) -> None:
 
     if args.lora:
         add_lora(model, rank=args.lora, alpha=args.lora_alpha, targets=args.lora_targets, dropout=args.lora_dropout)
+
+    if args.fit_gib:
+        masters = args.dtype == "bfloat16" and args.master and not args.lora  # of adapters the parameters are fp32
+        state = {"state_bytes": 16.0} if masters else {}
+        model.fit_memory(args.fit_gib, args.batch, args.seq, accumulation=args.accumulation, **state)
 
     def write(folder: Path) -> None:
         if args.lora:
