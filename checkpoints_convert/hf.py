@@ -23,7 +23,6 @@ from ligermodels.checkpoints_convert.files import (
     PICKLE_INDEX,
     PICKLES,
     SINGLE,
-    content_hint,
     is_file,
     listed,
     other_layout,
@@ -38,17 +37,8 @@ from ligermodels.checkpoints_convert.safetensors_file import (
     Entry,
     known_dtypes,
     read_header,
-    write_safetensors,
 )
-from ligermodels.checkpoints_convert.save import (
-    check_memory,
-    parse_size,
-    plan_shards,
-    save_checkpoint,
-    save_streamed,
-    to_json,
-    write_bytes,
-)
+from ligermodels.checkpoints_convert.save import save_checkpoint, save_streamed
 from ligermodels.errors import CheckpointError, ConfigError
 
 _T = TypeVar("_T")
@@ -62,12 +52,6 @@ __all__ = [
     "save_checkpoint",
     "save_streamed",
 ]
-
-# The converters import these from here, under these names.
-_DTYPE_NAMES, _listed, _read_index, _read_json = DTYPE_NAMES, listed, read_index, read_json
-_read_header, _content_hint, _write_safetensors = read_header, content_hint, write_safetensors
-_check_memory, _parse_size, _plan_shards, _to_json = check_memory, parse_size, plan_shards, to_json
-_write_bytes = write_bytes
 
 # Buffers that old versions of transformers stored; RoPE tables and positions are recomputed.
 _JUNK = re.compile(r"(^|\.)(rotary_emb\.inv_freq|embeddings\.position_ids)$")

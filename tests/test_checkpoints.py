@@ -16,6 +16,7 @@ from tiny import TINY
 import ligermodels
 from ligermodels.checkpoints_convert import hf, reading
 from ligermodels.checkpoints_convert.hf import check_names, open_checkpoint, read_config, save_checkpoint
+from ligermodels.checkpoints_convert.save import parse_size
 from ligermodels.errors import CheckpointError, ConfigError, LigerError
 
 CONFIG = {"model_type": "llama", "vocab_size": 97}
@@ -442,7 +443,7 @@ def test_shards_are_cut_as_huggingface_hub_cuts_them(tmp_path, limit):
     "text, size", [("5GB", 5 * 10**9), ("2GiB", 2**31), ("1.5 mb", 1_500_000), ("7", 7), (9, 9), ("10B", 10)]
 )
 def test_sizes(text, size):
-    assert hf._parse_size(text) == size
+    assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("size", ["", "GB", "5XB", "-1GB", 0, -1, None, True, 1.5, "0MB"])
