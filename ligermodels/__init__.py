@@ -102,7 +102,7 @@ def from_pretrained(
     Raises ConfigError for a model_type that is not in the zoo; otherwise as the class's own ``from_pretrained``.
     """
     model_type = read_config(folder).get("model_type")
-    if model_type not in MODELS:
+    if not isinstance(model_type, str) or model_type not in MODELS:
         raise ConfigError(f"{folder}: model_type {model_type!r} is not in the zoo, which has {', '.join(MODELS)}")
     return MODELS[model_type].from_pretrained(folder, dtype=dtype, device=device)
 

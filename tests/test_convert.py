@@ -656,6 +656,12 @@ def test_the_command(tmp_path, capsys):
         convert(tmp_path / "large", tmp_path / "y", to="hf", dtype="float16")
 
 
+def test_a_model_type_that_is_no_name_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": ["llama"]}')
+    with pytest.raises(ConfigError, match="not in the zoo"):
+        ligermodels.from_pretrained(tmp_path)
+
+
 def json_values():
     plain = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5)
     return st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner))
