@@ -62,10 +62,10 @@ def inspect(
         _say(f"  {name:12} {text}")
 
 
-def _say(text: str) -> None:
+def _say(text: str, err: bool = False) -> None:
     """Print what may come from a file: no control character and no lone surrogate reaches the terminal."""
     text = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-    typer.echo(text)
+    typer.echo(text, err=err)
 
 
 def _size(size: float) -> str:
@@ -196,7 +196,7 @@ def main() -> None:
     try:
         app()
     except LigerError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(f"error: {error}", err=True)
         sys.exit(1)
 
 

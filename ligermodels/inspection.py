@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from ligermodels.checkpoints_convert.quantised import scheme
 from ligermodels.checkpoints_convert.safetensors_file import BITS, DTYPES, read_header
 from ligermodels.config import DTYPES as DTYPE_BY_NAME
 from ligermodels.errors import CheckpointError, ConfigError, LigerError
+from ligermodels.planner import plan_memory
 
 Headers = dict[str, dict[str, tuple[str, tuple[int, ...]]]]  # file → tensor → (dtype, shape)
 
@@ -95,24 +97,15 @@ def cache_bytes(summary: Summary, batch: int, seq: int) -> int:
 
 
 def training_memory(summary: Summary, batch: int, seq: int, level: str) -> int:
-    """Peak bytes of a step of AdamW with everything in the model's dtype, without what the allocator wastes.
+    """Peak bytes of a step of AdamW, all in the model's dtype, every layer at one level of activation memory.
 
-    Per token and layer ``level`` "fast" keeps the block's input and the sum after attention (H each), q, k, v and
-    attention's output ((2A + 2K)·D), gate and up (2I, for the experts of a token); "block" keeps the input alone, and
-    builds one layer's anew. The loss needs the head's gradient in fp32. Gradients come as activations go.
+    What tower and projector of a model that reads images keep for backward is not counted. See ``planner.py``.
     """
-    c = getattr(summary.config, "text_config", summary.config)
-    width, tokens = (summary.dtype or torch.float32).itemsize, batch * seq
-    active = getattr(c, "num_experts_per_tok", None)
-    inner = getattr(c, "moe_intermediate_size", None) or c.intermediate_size
-    mlp = 2 * inner if active is None else active * (2 * inner + c.hidden_size)
-    attention = 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
-    layer = (2 * c.hidden_size + attention + mlp) * tokens * width
-    kept = c.num_hidden_layers * (layer if level == "fast" else c.hidden_size * tokens * width)
-    head = 4 * c.vocab_size * c.hidden_size
-    weights = gradients = summary.weights
-    moments = 2 * weights
-    return weights + moments + max(gradients + layer, kept + head)
+    with torch.device("meta"):
+        model = ligermodels.MODELS[summary.model_type](copy.deepcopy(summary.config)).to(summary.dtype or torch.float32)
+    text = getattr(model, "language_model", model)
+    others = sum(p.nbytes for p in model.parameters()) - sum(p.nbytes for p in text.parameters())
+    return plan_memory(text, 2.0**40, batch, seq, levels=(level,), reserve=0.0).peak + 4 * others
 
 
 # ------------------------------------------------------------------------------------------------------------- verify
