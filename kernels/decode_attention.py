@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 
 from ligermodels.errors import LigerError
 from ligermodels.kernels._dispatch import tl, triton, use_triton
@@ -59,6 +60,24 @@ def decode_attention_reference(
         scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~seen[:, None, None], -math.inf).softmax(-1)
     return torch.einsum("bkgr,brkd->bkgd", weights, values.to(wide)).reshape(q.shape).to(q.dtype)
+
+
+def _on_cpu(q, keys, values, position, start, scale, window, softcap):
+    """The same over the visible positions alone: through torch's attention where they lie in one piece."""
+    last, room = int(position), keys.shape[1]
+    if softcap is not None or last >= room or q.dtype == torch.float64:
+        options = {"scale": scale, "window": window, "softcap": softcap}
+        return decode_attention_reference(q, keys, values, position, start, **options)
+    starts = [0] if start is None else start.tolist()
+    first = max(min(starts), 0 if window is None else last - window + 1)
+    mask = None
+    if max(starts) > first:
+        mask = (torch.arange(first, last + 1) >= start[:, None])[:, None, None]  # (B, 1, 1, T)
+    q, k, v = q.transpose(1, 2), keys[:, first : last + 1].transpose(1, 2), values[:, first : last + 1]
+    out = F.scaled_dot_product_attention(
+        q, k, v.transpose(1, 2), mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2)
 
 
 @triton.jit
@@ -282,6 +301,8 @@ def decode_attention(
     """
     _check(q, keys, values)
     if not use_triton(q) or q.dtype == torch.float64:
+        if not q.is_cuda:
+            return _on_cpu(q, keys, values, position, start, scale, window, softcap)
         options = {"scale": scale, "window": window, "softcap": softcap}
         return decode_attention_reference(q, keys, values, position, start, **options)
     if q.stride()[2:] != (q.shape[3], 1):
@@ -331,15 +352,21 @@ def append_and_attend(
     if not use_triton(q) or q.dtype == torch.float64:
         row = (position - start).clamp(min=0)
         tables = cos[row][:, None], sin[row][:, None]  # (B, 1, half)
-        if q_weight is None:
-            q, k = rope_reference(q, k, *tables, interleaved=interleaved)
-        else:
+        if q_weight is not None:
             options = {"offset": offset, "casting": casting, "interleaved": interleaved}
             q, k = qk_norm_rope_reference(q, k, q_weight, k_weight, *tables, eps, **options)
-        for buffer, new in ((keys, k), (values, v)):
-            buffer.index_copy_(1, position % keys.shape[1], new.to(buffer.dtype))
-        options = {"scale": scale, "window": window, "softcap": softcap}
-        return decode_attention_reference(q, keys, values, position, start, **options)
+        elif interleaved or 2 * cos.shape[1] < q.shape[3] or q.dtype != torch.float32:
+            q, k = rope_reference(q, k, *tables, interleaved=interleaved)
+        else:  # the same in few calls: on a CPU a small model spends its time between them
+            a, b = torch.cat((q, k), 2).chunk(2, -1)
+            cos, sin = (t.unsqueeze(2) for t in tables)
+            turned = torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), -1)
+            q, k = turned.split([q.shape[2], k.shape[2]], 2)
+        slot = position % keys.shape[1]
+        keys.index_copy_(1, slot, k if k.dtype == keys.dtype else k.to(keys.dtype))
+        values.index_copy_(1, slot, v if v.dtype == values.dtype else v.to(values.dtype))
+        options = {"window": window, "softcap": softcap}
+        return decode_attention(q, keys, values, position, start, scale=scale, **options)
     q, k, v = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (q, k, v))
     return _launch(
         q, k, v, cos, sin, q_weight, k_weight, keys, values, position, start, counters, scale, window, softcap, eps,

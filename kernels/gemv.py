@@ -359,6 +359,19 @@ def _by_torch(x, weights, biases, norm_weight, eps, offset, gate, residual, out)
         out += residual
 
 
+def _on_cpu(x, weights, biases, norm_weight, eps, offset, gate, residual):
+    """The reference in fp32 in fewer calls: a small model spends its time between them."""
+    if norm_weight is not None:
+        x = F.rms_norm(x, x.shape[-1:], norm_weight if offset == 0 else norm_weight + offset, eps)
+    if residual is not None and biases[0] is None:
+        return torch.addmm(residual, x, weights[0].t())
+    parts = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+    if gate is not None:
+        return (F.silu(parts[0]) if gate == "silu" else F.gelu(parts[0], approximate="tanh")).mul_(parts[1])
+    y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return y if residual is None else y + residual
+
+
 def few_rows_linear(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -401,6 +414,8 @@ def few_rows_linear(
         raise LigerError("few_rows_linear: expected a bias for each weight, or none")
     options = {"norm_weight": norm_weight, "eps": eps, "offset": offset, "gate": gate, "residual": residual}
     if not use_triton(x) or x.dtype == torch.float64:
+        if x.dtype == torch.float32 and out_dtype in (None, torch.float32):
+            return _on_cpu(x, weights, biases, norm_weight, eps, offset, gate, residual)
         return few_rows_linear_reference(x, weights, biases, **options, out_dtype=out_dtype)
     if method is None:
         method = "row" if x.shape[0] == 1 else "tile" if x.shape[0] <= MAX_ROWS else "torch"

@@ -49,7 +49,7 @@ class Decoder:
         widest = max(model.config.hidden_size // 16 + 1, rows * model.config.num_key_value_heads)
         counters = torch.zeros(widest, dtype=torch.int32, device=device)
         self._step = Step(position, start, longest, counters)
-        self._tables = _rope_tables(model, cache.max_length, longest) if fused else None
+        self._layers = plan_layers(model, cache.max_length, longest) if fused else None
         self._graph = None
         if capture:
             self._capture()
@@ -80,7 +80,7 @@ class Decoder:
         length, self.cache.step = self.cache.length, self._step
         try:
             if self.fused:
-                logits = fused_step(self.model, self.cache, self.sampler.fed, self._tables, overlap=self.overlap)
+                logits = fused_step(self.model, self._layers, self.cache, self.sampler.fed, overlap=self.overlap)
             else:
                 out = self.model(self.sampler.fed[:, None], cache=self.cache, logits_to_keep=1)
                 logits = out.logits[:, -1]
@@ -129,9 +129,13 @@ def decoder_for(
 
     The model's last one is taken if it fits: same sampling, same parameters. Otherwise one is captured, unless the
     ``steps`` to come are too few to pay for it, or something in the model would not be captured: a hook, autocast,
-    offloaded parameters, rotary frequencies that change with every position.
+    offloaded parameters, rotary frequencies that change with every position. On a CPU there are no graphs, but the
+    fused step, in fp32, has fewer calls than the modules.
     """
     if not capturable(model, length):
+        return None
+    capture, fused = model.device.type == "cuda", fusible(model, rows)
+    if not capture and not (fused and model.dtype == torch.float32):
         return None
     kept = model.kept_decoder
     regime = _rope_regime(model, longest)
@@ -140,13 +144,15 @@ def decoder_for(
         same = kept.decoder.cache is cache if cache is not None else kept.decoder.cache.max_length >= length
         if same:
             return kept.decoder
-    if steps < 8:
+    if capture and steps < 8:
         return None
     kept.drop()
     if cache is None:
         cache = model.make_cache(rows, -(-length // _ROOM) * _ROOM)
     try:
-        decoder = Decoder(model, cache, sampler, fused=fusible(model, rows), longest=longest, overlap=_OVERLAP)
+        decoder = Decoder(
+            model, cache, sampler, fused=fused, longest=longest, capture=capture, overlap=capture and _OVERLAP
+        )
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -158,12 +164,13 @@ def decoder_for(
 
 
 def capturable(model: Any, length: int) -> bool:
-    """Whether a step of this model may be captured. Reads no values from the device."""
-    if not isinstance(getattr(model, "kept_decoder", None), Kept) or model.device.type != "cuda":
+    """Whether a step of this model may be captured, or run fused. Reads no values from the device."""
+    if not isinstance(getattr(model, "kept_decoder", None), Kept) or not hasattr(model.model, "rotary_emb"):
         return False
-    if torch.cuda.is_current_stream_capturing() or not hasattr(model.model, "rotary_emb"):
+    kind = model.device.type
+    if kind not in ("cuda", "cpu") or (kind == "cuda" and torch.cuda.is_current_stream_capturing()):
         return False
-    if torch.is_autocast_enabled("cuda") or torch._C._len_torch_dispatch_stack():
+    if torch.is_autocast_enabled(kind) or torch._C._len_torch_dispatch_stack():
         return False
     rope = model.model.rotary_emb.rope["rope_type"]
     if rope == "dynamic" and length > model.config.max_position_embeddings:
@@ -253,18 +260,58 @@ def fusible(model: CausalLM, rows: int) -> bool:
     return True
 
 
-def _rope_tables(model: CausalLM, length: int, longest: int) -> list[tuple[Tensor, Tensor]]:
-    """cos and sin of every position, (length, rotary_dim / 2) fp32, for each layer; layers share them."""
+class _Layer(NamedTuple):
+    """A block as ``fused_step`` runs it; parameters are the model's own."""
+
+    qkv: dict[str, Any]  # arguments of few_rows_linear
+    attend: dict[str, Any]  # arguments of append_and_attend
+    out: dict[str, Any]
+    out_norm: nn.Module | None  # of what joins the residual stream, where a family has it
+    gate_up: dict[str, Any]
+    down: dict[str, Any]
+    down_norm: nn.Module | None
+
+
+def plan_layers(model: CausalLM, length: int, longest: int) -> list[_Layer]:
+    """How to run the blocks of a fusible model, with rotary tables for ``length`` positions.
+
+    Layers with the same frequencies share their tables; ``longest`` is for frequencies that depend on the length.
+    """
+    known = _known()
     positions = torch.arange(length, device=model.device)[None]
-    made = {}
-    tables = []
-    for index in range(len(model.model.layers)):
+    tables: dict[nn.Module, Any] = {}
+    layers = []
+    for index, block in enumerate(model.model.layers):
+        wiring, attention, mlp = known.blocks[type(block)], block.self_attn, block.mlp
         rotary = rotary_of_layer(model, index)
-        if rotary not in made:
-            cos, sin = rotary(positions, longest)
-            made[rotary] = cos[0].contiguous(), sin[0].contiguous()
-        tables.append(made[rotary])
-    return tables
+        if rotary not in tables:
+            tables[rotary] = [t[0].contiguous() for t in rotary(positions, longest)]  # (length, rotary_dim / 2)
+        packed = hasattr(attention, "qkv_proj")
+        projections = [attention.qkv_proj] if packed else [attention.q_proj, attention.k_proj, attention.v_proj]
+        attend = dict(zip(("cos", "sin"), tables[rotary], strict=True))
+        attend |= {"scale": attention.scale, "window": getattr(attention, "window", None),
+                   "softcap": getattr(attention, "softcap", None),
+                   "interleaved": known.attentions[type(attention)]}  # fmt: skip
+        if hasattr(attention, "q_norm"):
+            norm = attention.q_norm
+            attend |= {"q_weight": norm.weight, "k_weight": attention.k_norm.weight, "eps": norm.eps,
+                       "offset": norm.offset, "casting": norm.casting}  # fmt: skip
+        if hasattr(mlp, "gate_up_proj"):
+            gate_up = {"weights": mlp.gate_up_proj.weight.detach().chunk(2), "biases": None}
+        else:
+            gate_up = _linears([mlp.gate_proj, mlp.up_proj])
+        layers.append(
+            _Layer(
+                qkv=_linears(projections) | _norm(getattr(block, wiring.before_attention)),
+                attend=attend,
+                out=_linears([attention.o_proj]),
+                out_norm=wiring.after_attention and getattr(block, wiring.after_attention),
+                gate_up=gate_up | _norm(getattr(block, wiring.before_mlp)) | {"gate": known.mlps[type(mlp)]},
+                down=_linears([mlp.down_proj]),
+                down_norm=wiring.after_mlp and getattr(block, wiring.after_mlp),
+            )
+        )
+    return layers
 
 
 def rotary_of_layer(model: CausalLM, index: int) -> nn.Module:
@@ -274,58 +321,42 @@ def rotary_of_layer(model: CausalLM, index: int) -> nn.Module:
     return model.model["rotary_emb"]
 
 
-def fused_step(
-    model: CausalLM, cache: KVCache, ids: Tensor, tables: list[tuple[Tensor, Tensor]], *, overlap: bool = False
-) -> Tensor:
-    """ids (B,) at ``cache.step`` → logits (B, V) fp32. Writes the cache; see ``fusible`` for which models.
-
-    Norms, activations and sums stay in fp32 within a launch, where the model's own forward rounds between its modules.
-    """
-    known, step, config = _known(), cache.step, model.config
-    shared = {"counters": step.counters, "overlap": overlap}
-    A, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    x = model.model.embed_tokens(ids[:, None])[:, 0]  # (B, H)
-    for index, block in enumerate(model.model.layers):
-        wiring, attention, mlp = known.blocks[type(block)], block.self_attn, block.mlp
-        packed = hasattr(attention, "qkv_proj")
-        projections = [attention.qkv_proj] if packed else [attention.q_proj, attention.k_proj, attention.v_proj]
-        heads = _linear(x, projections, getattr(block, wiring.before_attention), **shared)
-        q, k, v = heads.view(len(x), 1, A + 2 * K, D).split([A, K, K], dim=2)
-        norms = {}
-        if hasattr(attention, "q_norm"):
-            norm = attention.q_norm
-            norms = {"q_weight": norm.weight, "k_weight": attention.k_norm.weight, "eps": norm.eps,
-                     "offset": norm.offset, "casting": norm.casting}  # fmt: skip
-        attended = append_and_attend(
-            q, k, v, *tables[index], cache.keys[index], cache.values[index], step.position, step.start,
-            scale=attention.scale, window=getattr(attention, "window", None),
-            softcap=getattr(attention, "softcap", None), interleaved=known.attentions[type(attention)],
-            **norms, **shared,
-        )  # fmt: skip
-        x = _join(x, attended.view(len(x), A * D), attention.o_proj, block, wiring.after_attention, shared)
-        if hasattr(mlp, "gate_up_proj"):
-            weights = mlp.gate_up_proj.weight.chunk(2)
-            biases = None
-        else:
-            weights, biases = [mlp.gate_proj.weight, mlp.up_proj.weight], [mlp.gate_proj.bias, mlp.up_proj.bias]
-        norm = _norm(getattr(block, wiring.before_mlp))
-        h = few_rows_linear(x, weights, biases, **norm, gate=known.mlps[type(mlp)], **shared)
-        x = _join(x, h, mlp.down_proj, block, wiring.after_mlp, shared)
-    logits = _linear(x, [model.lm_head], model.model.norm, out_dtype=torch.float32, **shared)
-    softcap = getattr(config, "final_logit_softcapping", None)
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+def _linears(modules: list[nn.Linear]) -> dict[str, Any]:
+    biases = [m.bias for m in modules]
+    return {"weights": [m.weight for m in modules], "biases": biases if biases[0] is not None else None}
 
 
 def _norm(norm: RMSNorm) -> dict[str, Any]:
     return {"norm_weight": norm.weight, "eps": norm.eps, "offset": norm.offset}
 
 
-def _linear(x: Tensor, linears: list[nn.Linear], norm: RMSNorm, **options: Any) -> Tensor:
-    return few_rows_linear(x, [m.weight for m in linears], [m.bias for m in linears], **_norm(norm), **options)
+def fused_step(model: CausalLM, layers: list[_Layer], cache: KVCache, ids: Tensor, *, overlap: bool = False) -> Tensor:
+    """ids (B,) at ``cache.step`` → logits (B, V) fp32. Writes the cache; ``layers`` from ``plan_layers``.
+
+    Norms, activations and sums stay in fp32 within a launch, where the model's own forward rounds between its modules.
+    """
+    step, config = cache.step, model.config
+    shared = {"counters": step.counters, "overlap": overlap}
+    A, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    x = model.model.embed_tokens(ids[:, None])[:, 0]  # (B, H)
+    rows = len(x)
+    for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
+        heads = few_rows_linear(x, **layer.qkv, **shared).view(rows, 1, A + 2 * K, D)
+        q, k, v = heads.split([A, K, K], dim=2)
+        attended = append_and_attend(
+            q, k, v, keys=keys, values=values, position=step.position, start=step.start, **layer.attend, **shared
+        )
+        x = _join(x, attended.view(rows, A * D), layer.out, layer.out_norm, shared)
+        h = few_rows_linear(x, **layer.gate_up, **shared)
+        x = _join(x, h, layer.down, layer.down_norm, shared)
+    head = _linears([model.lm_head]) | _norm(model.model.norm)
+    logits = few_rows_linear(x, **head, out_dtype=torch.float32, **shared)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-def _join(x: Tensor, h: Tensor, linear: nn.Linear, block: nn.Module, norm: str | None, shared: dict) -> Tensor:
+def _join(x: Tensor, h: Tensor, linear: dict[str, Any], norm: nn.Module | None, shared: dict[str, Any]) -> Tensor:
     """x + linear(h), or x + norm(linear(h)) in the families that normalise what joins the residual stream."""
     if norm is None:
-        return few_rows_linear(h, [linear.weight], [linear.bias], residual=x, **shared)
-    return x + getattr(block, norm)(few_rows_linear(h, [linear.weight], [linear.bias], **shared))
+        return few_rows_linear(h, residual=x, **linear, **shared)
+    return x + norm(few_rows_linear(h, **linear, **shared))

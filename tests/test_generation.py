@@ -625,7 +625,7 @@ def family(request, tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:.*max_position_embeddings")
-def test_64_greedy_tokens_of_unequal_prompts_equal_transformers_and_a_device_step(family):
+def test_64_greedy_tokens_of_unequal_prompts_equal_transformers_and_a_device_step(family, monkeypatch):
     """Beyond every window. The step that a GPU would capture runs here too, fused and not."""
     hf, ours = family
     ids, mask = left_padded(PROMPTS)
@@ -638,6 +638,9 @@ def test_64_greedy_tokens_of_unequal_prompts_equal_transformers_and_a_device_ste
         use_cache=not longrope,
     )  # fmt: skip
     assert out.tolist() == expected.tolist()
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "capturable", lambda *_: False)
+        assert torch.equal(ours.generate(ids, attention_mask=mask, max_new_tokens=24, eos_token_id=[]), out[:, :31])
     if longrope:
         return  # its border is crossed by what calls the step: tests/test_generation_gpu.py
     assert decode.fusible(ours, 4) == (ours.config.model_type not in ("mixtral", "qwen3_moe"))
