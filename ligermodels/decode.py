@@ -73,7 +73,8 @@ class Decoder:
         if self._graph is None:
             self._run()
         else:
-            self._graph.replay()
+            with torch.cuda.device(self.cache.keys[0].device):
+                self._graph.replay()
         self.cache.advance(1)
 
     def _run(self) -> None:

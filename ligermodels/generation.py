@@ -338,7 +338,7 @@ class Sampler:
             real = input_ids if attention_mask is None else input_ids.where(attention_mask != 0, input_ids[:, -1:])
             self.seen.zero_().scatter_(1, real, True)
         if self.generator is not None:
-            self.generator.manual_seed(int(torch.randint(2**63 - 1, ())) if seed is None else int(seed))
+            self.generator.manual_seed(int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None else int(seed))
 
     def __call__(self, logits: Tensor) -> None:
         """logits (B, V): choose, and remember."""
