@@ -118,7 +118,9 @@ class CausalLM(nn.Module):
         """The model in a folder of Hugging Face layout, in evaluation mode.
 
         ``dtype`` "auto" takes what config.json says, else that of the first tensor. Weights are cast while they are
-        read and go straight to ``device`` (default: torch's default device), so the host never holds them twice.
+        read and go straight to ``device`` (default: torch's default device), so the host never holds them twice. On the
+        CPU those that need no cast are maps of their files (copy on write): the files may be replaced or deleted, but
+        not overwritten in place while the model lives. On "meta" everything is checked and no weight is read.
 
         Raises ConfigError for a config that this family cannot be built from, CheckpointError for files that are
         missing or broken and for tensors that are missing, surplus or misshapen.
