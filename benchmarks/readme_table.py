@@ -76,6 +76,16 @@ def sweep_lines(report: dict) -> list[str]:
     return lines
 
 
+def loss_shares(reports: list[tuple[Path, dict]]) -> list[str]:
+    """One line on how much of our step the loss head takes, where it was measured."""
+    found = []
+    for _, report in reports:
+        ours = next((r for r in report["results"] if r["peer"] == "ours" and r.get("loss_share")), None)
+        if ours:
+            found.append(f"{report['settings']['model']} {ours['loss_share']:.1%}")
+    return [f"The loss (head and cross entropy together) takes of our step: {', '.join(found)}.", ""] if found else []
+
+
 def rows(report: dict) -> list[str]:
     """One line of the table for each peer of one result file of step.py."""
     settings, results = report["settings"], report["results"]
@@ -115,6 +125,8 @@ def block(folder: Path) -> str:
     for found, head, lines_of in ((steps, HEAD, rows), (kernels, KERNELS_HEAD, kernel_rows)):
         if found:
             parts += [head, *(line for _, report in found for line in lines_of(report)), ""]
+        if found is steps:
+            parts += loss_shares(steps)
     sweeps = [(path, r) for path, r in reports if r.get("rows") and "best_peer" in r["rows"][0]]
     for _, report in sweeps:
         parts += [*sweep_lines(report), ""]
@@ -126,7 +138,8 @@ def block(folder: Path) -> str:
             if e.get(name)
         )
         place = f"`benchmarks/results/{path.name}`"
-        parts.append(f"- {place}: {e['device']}, {e['date'][:10]}, commit {e['commit'][:10]}; {versions}")
+        note = f". {report['note']}" if report.get("note") else ""
+        parts.append(f"- {place}: {e['device']}, {e['date'][:10]}, commit {e['commit'][:10]}; {versions}{note}")
     return "\n".join(parts)
 
 

@@ -113,6 +113,11 @@ def _token_chunk(
     return chunk_size(n, dim, (limit or FAST_BUFFER) // (classes * dtype.itemsize), multiprocessors(device))
 
 
+def fast_buffer_bytes(tokens: int, dim: int, classes: int, size: int, processors: int) -> int:
+    """What memory="fast" takes for the logits of one chunk on a CUDA device, elements of ``size`` bytes."""
+    return chunk_size(tokens, dim, FAST_BUFFER // (classes * size), processors) * _padded(classes) * size
+
+
 def _lean_shape(n, dim, classes, dtype, device, step: int, tokens: int) -> tuple[int, int]:
     """Classes and tokens of lean's buffer of logits: as given, or chosen here where 0.
 

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ligermodels.errors import LigerError
-from ligermodels.kernels.linear_cross_entropy import FAST_BUFFER
+from ligermodels.kernels._launch import multiprocessors
+from ligermodels.kernels.linear_cross_entropy import fast_buffer_bytes
 from ligermodels.layers.memory import LEVELS, OFFLOAD, split_level
 from ligermodels.layers.mlp import GatedMLP, tile_rows
 from ligermodels.layers.norm import RMSNorm
@@ -263,7 +264,9 @@ class _Step:
         trains = head.weight.requires_grad
         self.head_gradient = weight * head.weight.element_size() if trains else 0
         self.embedding_gradient = embedding.numel() * embedding.element_size() if embedding.requires_grad else 0
-        buffer = min(FAST_BUFFER, self.tokens * self.vocabulary * self.size)
+        device = model.device
+        processors = multiprocessors(device) if device.type == "cuda" else 132  # an H100's and an H200's
+        buffer = fast_buffer_bytes(self.tokens, hidden, self.vocabulary, self.size, processors)
         wide = 4 * weight if trains else 0
         self.loss = max(3 * self.stream + wide + buffer, 3 * self.stream + wide + self.head_gradient)
         if type(head) is not nn.Linear:
