@@ -225,7 +225,7 @@ def test_settings_that_make_no_sense_are_named(config, settings, message):
         (object(), "found object"),
         ([], "no images"),
     ],
-    ids=str,
+    ids=["absent", "doubles", "channels", "batch", "object", "none"],
 )
 def test_what_is_no_image_is_named(image, message):
     with pytest.raises(LigerError, match=message):
