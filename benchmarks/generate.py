@@ -180,7 +180,7 @@ def run_case(
     if args.worker != "hf-compile":  # another length would be compiled anew
         alone = statistics.median([timed(lambda: call(ids, 1), device) for _ in range(3)])
     outputs = []
-    repeats = args.repeats if ours else max(1, args.repeats // 3)
+    repeats = args.repeats if ours or args.cpu else max(1, args.repeats // 3)
     seconds = [timed(lambda: outputs.append(call(ids, args.new)), device) for _ in range(repeats)]
     if args.profile:
         profile(call, ids, 20)

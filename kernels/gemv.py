@@ -360,8 +360,8 @@ def _by_torch(x, weights, biases, norm_weight, eps, offset, gate, residual, out)
 
 
 def _product_on_cpu(x, w, b):
-    """x·wᵀ + b. Measured: torch's product of a single row takes one thread, and twice as long as the rows of w as a batch
-    of a few matrices, which are shared among the threads besides."""
+    """x·wᵀ + b. Measured: for a single row torch takes one thread, and twice as long as for the rows of w as a batch
+    of a few matrices, which besides are shared among the threads."""
     threads, (n, k) = torch.get_num_threads(), w.shape
     parts = threads if threads > 1 and n % threads == 0 else 2
     if len(x) > 1 or n % parts or n * k < 1 << 17 or not w.is_contiguous():
