@@ -307,7 +307,7 @@ def tune(args: argparse.Namespace) -> None:
             for name, product in products(model).items():
                 size = sum(product["n"]) * product["k"] * 2
                 copies = []
-                for _ in range(max(2, -(-300 * 2**20 // size))):
+                for _ in range(1 if args.compile_share else max(2, -(-300 * 2**20 // size))):
                     copies.append([torch.randn(n, product["k"], device="cuda").bfloat16().div_(product["k"] ** 0.5)
                                    for n in product["n"]])  # fmt: skip
                 x = torch.randn(rows, product["k"], device="cuda").bfloat16()
@@ -315,13 +315,15 @@ def tune(args: argparse.Namespace) -> None:
                 residual = torch.randn(rows, product["n"][0], device="cuda").bfloat16()
                 counters = torch.zeros(4096, dtype=torch.int32, device="cuda")
                 want, timings = None, []
-                for method, shape in candidates(product, rows):
+                for number, (method, shape) in enumerate(candidates(product, rows)):
+                    if args.compile_share and number % args.compile_share[1] != args.compile_share[0]:
+                        continue
                     inputs = (product, rows, method, shape, copies, x, norm, residual, counters)
                     try:
                         out = run_candidate(*inputs).float()
                         want = out if want is None else want
                         error = float((out - want).norm() / want.norm())
-                        if args.compile_only:
+                        if args.compile_share:
                             continue
                         graph = torch.cuda.CUDAGraph()
                         with torch.cuda.graph(graph):
@@ -331,6 +333,8 @@ def tune(args: argparse.Namespace) -> None:
                         timings.append((seconds, method, shape, error))
                     except Exception as failure:
                         timings.append((float("inf"), method, shape, str(failure).splitlines()[0][:80]))
+                if args.compile_share:
+                    continue
                 timings.sort(key=lambda row: row[0])
                 default = next((t for t in timings if t[2] is None and t[1] != "torch"), None)
                 for seconds, method, shape, error in timings[:4] + ([default] if default not in timings[:4] else []):
@@ -428,12 +432,13 @@ def main() -> None:
     cli.add_argument("--no-judge", action="store_true", help="skip the comparison of the tokens with fp32")
     cli.add_argument("--tune", metavar="ROWS", help="time ways to cut the products for these numbers of rows: 1,16")
     cli.add_argument("--tune-models", default="1b")
-    cli.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
+    cli.add_argument("--compile-share", help="only compile, the i-th of n shares: 0/8; for --tune, in processes beside")
     cli.add_argument("--commit", help="of the measured code, where there is no .git (or GIT_COMMIT)")
     cli.add_argument("--out", type=Path, help="JSON file to write")
     cli.add_argument("--worker", help=argparse.SUPPRESS)
     cli.add_argument("--answer", help=argparse.SUPPRESS)
     args = cli.parse_args()
+    args.compile_share = [int(i) for i in args.compile_share.split("/")] if args.compile_share else None
     if args.tune:
         tune(args)
         return
