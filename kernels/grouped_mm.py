@@ -12,7 +12,8 @@ busy counts the groups that have rows: with few rows (decoding) that is all ther
 Whose product it is: torch's grouped product (CUTLASS, warp-specialised) where it is right and fast, which is bf16 on
 compute capability 9 with rows enough; the Triton kernels below for all else: fp32 (exact, no TF32), fp16, other GPUs,
 odd sizes, and few rows, where small tiles read each busy weight once. All accumulate in fp32, in one order, and round
-once: the same bits in every run.
+once: the same bits in every run. In fp32 itself what each addition of 16 products loses is carried over to the next
+(Kahan, 1965): the error does not grow with K, so it is no matter into how many partial sums cuBLAS would divide it.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ _FEW = 32  # rows a group, on average, up to which torch's tiles (64 rows and mo
 def tile_config(rows: int, groups: int, itemsize: int, glu: bool) -> dict[str, int]:
     """Launch shape of ``_rows_kernel`` for so many rows over so many groups."""
     each = cdiv(rows, max(min(rows, groups), 1))
+    if each <= 16 and itemsize == 4:  # in fp32 BLOCK_K is how many products are added before the error is looked at
+        return dict(BLOCK_M=16, BLOCK_N=32, BLOCK_K=16, GROUP_M=1, num_warps=4, num_stages=8)
     if each <= 16:  # a few tokens: the weights' bytes decide, so narrow tiles that fill the device
-        return dict(BLOCK_M=16, BLOCK_N=32, BLOCK_K=256 // itemsize, GROUP_M=1, num_warps=4, num_stages=4)
+        return dict(BLOCK_M=16, BLOCK_N=32, BLOCK_K=128, GROUP_M=1, num_warps=4, num_stages=4)
     if itemsize == 4:
-        return dict(BLOCK_M=64, BLOCK_N=32 if glu else 64, BLOCK_K=32, GROUP_M=8, num_warps=4, num_stages=3)
+        return dict(BLOCK_M=64, BLOCK_N=32 if glu else 64, BLOCK_K=16, GROUP_M=8, num_warps=4, num_stages=3)
     if each <= 64:
         return dict(BLOCK_M=64, BLOCK_N=64 if glu else 128, BLOCK_K=64, GROUP_M=8, num_warps=4, num_stages=4)
     return dict(BLOCK_M=128, BLOCK_N=128 if glu else 256, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3)
@@ -45,7 +48,7 @@ def tile_config(rows: int, groups: int, itemsize: int, glu: bool) -> dict[str, i
 def grad_config(itemsize: int) -> dict[str, int]:
     """Launch shape of ``_grad_kernel``."""
     if itemsize == 4:
-        return dict(BLOCK_N=64, BLOCK_K=64, BLOCK_R=32, GROUP=8, num_warps=4, num_stages=3)
+        return dict(BLOCK_N=64, BLOCK_K=64, BLOCK_R=16, GROUP=8, num_warps=4, num_stages=3)
     return dict(BLOCK_N=128, BLOCK_K=256, BLOCK_R=64, GROUP=8, num_warps=8, num_stages=3)
 # fmt: on
 
@@ -85,6 +88,19 @@ def _swizzle(pid, n_m, n_n, GROUP_M: tl.constexpr):
     return first + pid % width % size, pid % width // size
 
 
+@triton.jit
+def _add_product(left, right, total, lost, PRECISION: tl.constexpr):
+    """(total + lost + left·right, what rounding lost of it). Tensor cores, half precision: all one sum, none lost."""
+    if PRECISION == "ieee":
+        part = tl.dot(left, right, lost, input_precision=PRECISION)
+        after = total + part
+        # an infinite total stays infinite: ∞ − ∞ is not carried over
+        lost = tl.where(tl.abs(after) < float("inf"), part - (after - total), 0.0)
+        return after, lost
+    else:
+        return tl.dot(left, right, total, input_precision=PRECISION), lost
+
+
 @triton.jit(do_not_specialize=["n_m"])
 def _rows_kernel(
     a_ptr, w_ptr, y_ptr, order_ptr, ends_ptr, n_m, n_groups, n_cols, n_k, a_row, w_group, w_col, w_k,
@@ -107,7 +123,7 @@ def _rows_kernel(
         inside = (cols < n_cols)[None, :]
         apart = tl.full([], 1, tl.int64) * n_cols * w_col  # from a column of gate to the same of up
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        total_up = total
+        total_up, lost, lost_up = total, total, total
         for k in range(0, n_k, BLOCK_K):
             if EVEN_K:
                 left = tl.load(a)
@@ -115,9 +131,10 @@ def _rows_kernel(
             else:
                 left = tl.load(a, mask=(ks < n_k - k)[None, :], other=0.0)
                 mask = inside & (ks < n_k - k)[:, None]
-            total = tl.dot(left, tl.load(w, mask=mask, other=0.0), total, input_precision=PRECISION)
+            total, lost = _add_product(left, tl.load(w, mask=mask, other=0.0), total, lost, PRECISION)
             if GLU:
-                total_up = tl.dot(left, tl.load(w + apart, mask=mask, other=0.0), total_up, input_precision=PRECISION)
+                up = tl.load(w + apart, mask=mask, other=0.0)
+                total_up, lost_up = _add_product(left, up, total_up, lost_up, PRECISION)
             a += BLOCK_K
             w += BLOCK_K * w_k
         dtype = y_ptr.dtype.element_ty
@@ -146,11 +163,12 @@ def _grad_kernel(
     g = g_ptr + at[:, None] * g_row + cols[None, :]
     a = a_ptr + at[:, None] * a_row + ks[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    lost = total
     for row in range(start, end, BLOCK_R):
         mask = (steps < end - row)[:, None]  # on both: what lies beyond belongs to the next group, and may be infinite
         left = tl.load(g, mask=mask & (cols < n_cols)[None, :], other=0.0)
         right = tl.load(a, mask=mask & (ks < n_k)[None, :], other=0.0)
-        total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
+        total, lost = _add_product(tl.trans(left), right, total, lost, PRECISION)
         g += BLOCK_R * g_row
         a += BLOCK_R * a_row
     dw = dw_ptr + group.to(tl.int64) * n_cols * n_k + cols.to(tl.int64)[:, None] * n_k + ks[None, :]
