@@ -30,7 +30,7 @@ import torch
 from ligermodels.errors import LigerError
 from ligermodels.kernels._dispatch import register, tl, triton, use_triton
 from ligermodels.kernels._launch import cdiv, no_second_derivative, on_device_of, power_of_two
-from ligermodels.kernels.glu import _activation, swiglu_packed
+from ligermodels.kernels.glu import _activation, _exp, swiglu_packed
 from ligermodels.kernels.grouped_mm import rows_by_group, use_torch, weight_grad
 
 _PAIRS = 16384  # comparisons of a program of the sort: pairs of a chunk times experts
@@ -60,7 +60,8 @@ def _route_kernel(
     x = tl.load(logits_ptr + rows.to(tl.int64)[:, None] * logits_row + ids[None, :], mask=mask, other=0.0)
     x = tl.where((ids < n_experts)[None, :], x.to(tl.float32), -float("inf"))
     largest = tl.max(x, axis=1)
-    total = tl.sum(tl.exp(x - largest[:, None]), axis=1)
+    # the weights are fp32 whatever the logits are: the hardware's fast exponential and division would be seen
+    total = tl.sum(_exp(x - largest[:, None], True), axis=1)
     # What is taken ranks below all else, also below −∞ and NaN: k different experts are chosen whatever comes.
     rank = tl.where(x == x, tl.maximum(x, -3e38), -3e38)
     rank = tl.where((ids < n_experts)[None, :], rank, -float("inf"))
@@ -70,12 +71,12 @@ def _route_kernel(
     for j in tl.static_range(K):
         best = tl.max(rank, axis=1)
         chosen = tl.min(tl.where(rank == best[:, None], ids[None, :], BLOCK_E), axis=1)  # of equals the first
-        weight = tl.exp(best - largest) / total
+        weight = tl.div_rn(_exp(best - largest, True), total)
         weights = tl.where((slots == j)[None, :], weight[:, None], weights)
         experts = tl.where((slots == j)[None, :], chosen[:, None], experts)
         rank = tl.where(ids[None, :] == chosen[:, None], -float("inf"), rank)
     if NORMALISE:
-        weights = weights / tl.sum(weights, axis=1)[:, None]
+        weights = tl.div_rn(weights, tl.sum(weights, axis=1)[:, None])
     out = rows[:, None] * K + slots[None, :]
     mask = (rows < n_rows)[:, None] & (slots < K)[None, :]
     tl.store(weights_ptr + out, weights, mask=mask)
@@ -103,8 +104,8 @@ def _route_backward_kernel(
         d = chosen * (given - mean)
     else:
         x = tl.where((ids < n_experts)[None, :], x.to(tl.float32), -float("inf"))
-        p = tl.exp(x - tl.max(x, axis=1)[:, None])
-        d = p / tl.sum(p, axis=1)[:, None] * (given - mean)
+        p = _exp(x - tl.max(x, axis=1)[:, None], True)
+        d = tl.div_rn(p, tl.sum(p, axis=1)[:, None]) * (given - mean)
     out = dlogits_ptr + rows.to(tl.int64)[:, None] * n_experts + ids[None, :]
     tl.store(out, d.to(dlogits_ptr.dtype.element_ty), mask=mask)
 
