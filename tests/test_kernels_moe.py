@@ -161,6 +161,17 @@ def test_grouped_products_are_as_exact_as_eager(device, dtype, transposed):
 
 
 @pytest.mark.parametrize("device", FUSED_DEVICES)
+def test_a_sum_that_overflows_is_infinite(device):
+    """And not NaN, though in fp32 what an addition loses, which would be infinity − infinity, is carried over."""
+    a = torch.full((3, 70), 1e20, device=device)
+    bounds = torch.tensor([1, 3], dtype=torch.int32, device=device)
+    w = torch.full((2, 5, 70), 1e20, device=device)
+    assert (rows_by_group(a, -w, bounds) == -float("inf")).all()
+    grad = weight_grad(torch.full((70, 5), 1e20, device=device), a.t().contiguous(), bounds.new_tensor([0, 70]))
+    assert not grad[0].any() and (grad[1] == float("inf")).all()
+
+
+@pytest.mark.parametrize("device", FUSED_DEVICES)
 def test_gathering_and_the_gate_inside_the_product_change_nothing(device):
     x, gate_up, *_ = problem(20, 4, 2, 48, 24, device=device)
     order, _, ends = sort_by_expert(assignment("random", 20, 4, 2, device), 4)
@@ -177,10 +188,12 @@ def test_gathering_and_the_gate_inside_the_product_change_nothing(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_results_and_gradients_are_as_exact_as_eager(device, dtype, kind):
-    n = 60 if INTERPRETED else 1000  # enough that the largest error is not luck
+    # The one largest error is luck where products and their roundings follow each other: over 400 results in half
+    # precision it was 0.89 ± 0.18 times eager's, at most 1.9 times; that of the ten largest 0.87 ± 0.08, at most 1.17.
+    n = 60 if INTERPRETED else 1000
     experts = assignment(kind, n, 4, 2, device)
     inputs = problem(n, 4, 2, 72, 56, dtype, device)
-    check_exact(through(experts), plain(experts), plain(experts), inputs)
+    check_exact(through(experts), plain(experts), plain(experts), inputs, worst=10)
 
 
 @pytest.mark.parametrize("kind", ["random", "one"])
