@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from ligermodels.checkpoints_convert.files import listed
+from ligermodels.checkpoints_convert.files import listed, read_json
 from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo
 from ligermodels.checkpoints_convert.safetensors_file import DTYPES, known_dtypes, read_header, write_safetensors
 from ligermodels.checkpoints_convert.save import check_memory, to_json, write_bytes
-from ligermodels.checkpoints_convert.streamed import Source, WorkFolder, read_json
+from ligermodels.checkpoints_convert.streamed import Source, WorkFolder
 from ligermodels.errors import CheckpointError
 
 __all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "Adapter", "merge_adapter", "merged", "read_adapter", "save_adapter"]

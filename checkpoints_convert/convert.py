@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from ligermodels.checkpoints_convert.adapters import ADAPTER_CONFIG, merge_adapter, read_adapter
 from ligermodels.checkpoints_convert.chatglm import write_chatglm
-from ligermodels.checkpoints_convert.files import CONFIG, INDEX, PICKLE, PICKLE_INDEX, SINGLE
+from ligermodels.checkpoints_convert.files import CONFIG, INDEX, PICKLE, PICKLE_INDEX, SINGLE, listed
 from ligermodels.checkpoints_convert.from_gguf import open_gguf
 from ligermodels.checkpoints_convert.hf import Checkpoint, open_checkpoint, read_config
 from ligermodels.checkpoints_convert.litgpt import WEIGHTS as LITGPT_WEIGHTS
@@ -20,13 +21,12 @@ from ligermodels.checkpoints_convert.meta import PARAMS, open_meta, write_meta
 from ligermodels.checkpoints_convert.mistral import open_mistral, write_mistral
 from ligermodels.checkpoints_convert.rewrites import text_tower, to_model_names
 from ligermodels.checkpoints_convert.streamed import (
-    GENERATION,
-    TOKENIZER_FILES,
     Source,
     companions,
     fingerprint,
     from_checkpoint,
     open_hf,
+    with_dtype,
     write_hf,
 )
 from ligermodels.checkpoints_convert.to_gguf import KINDS, write_gguf
@@ -68,20 +68,17 @@ def recognise(path: Path) -> str:
         found.append("gguf")
     if len(found) == 1:
         return found[0]
-    listed = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
     if found:
-        raise CheckpointError(f"{path} may be {' or '.join(found)}: say which (--from). It holds {listed}")
+        raise CheckpointError(f"{path} may be {' or '.join(found)}: say which (--from). It holds {listed(names, 12)}")
     raise CheckpointError(
         f"{path} holds no layout that is known here (config.json with {SINGLE} or {INDEX}; {PARAMS} with "
         f"consolidated.00.pth or consolidated.safetensors; {LITGPT_WEIGHTS}; {ADAPTER_CONFIG}; one GGUF). "
-        f"It holds {listed or 'nothing'}"
+        f"It holds {listed(names, 12) or 'nothing'}"
     )
 
 
 def _ggufs(folder: Path) -> list[Path]:
     """GGUF files of a folder; of one split over several files, the first."""
-    import re
-
     files = sorted(folder.glob("*.gguf"))
     return [f for f in files if not re.search(r"-\d{5}-of-\d{5}$", f.stem) or "-00001-of-" in f.stem]
 
@@ -161,8 +158,7 @@ def _open(path: Path, kind: str, dtype: str | None) -> Source:
     if kind == "chatglm":
         raw = read_config(path)
         config = _family(raw, path).config_class.from_hf(raw).to_hf()
-        files = companions(path, (*TOKENIZER_FILES, GENERATION))
-        return from_checkpoint(to_model_names(open_checkpoint(path)), config, files)
+        return from_checkpoint(to_model_names(open_checkpoint(path)), config, companions(path))
     if kind == "hf":
         # fp8 weights are read as numbers; then the config must not call them fp8 any more
         return open_hf(path, {key: v for key, v in read_config(path).items() if key != "quantization_config"})
@@ -197,8 +193,7 @@ def _complete(source: Source) -> Source:
     """The same with every key of the config present; of a vision-language model, the text tower."""
     raw = source.config
     config = _family(raw, source.path).config_class.from_hf(raw).to_hf()
-    dtype = str(next(iter(source.tensors.values())).dtype).removeprefix("torch.")
-    config |= {"dtype": dtype, "torch_dtype": dtype}
+    config = with_dtype(config, next(iter(source.tensors.values())).dtype)
     if raw.get("model_type") != "gemma3":
         return replace(source, config=config)
     old = text_tower(Checkpoint(source.path, {name: name for name in source.tensors})).tensors  # new name → old

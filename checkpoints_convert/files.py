@@ -18,9 +18,17 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 PICKLES = (".bin", ".pth", ".pt", ".ckpt", ".pkl")
 
-_MAX_CONFIG = 2_000_000  # published ones have at most a tenth; parsed JSON may take twenty times its size
+MAX_CONFIG = 2_000_000  # published ones have at most a tenth; parsed JSON may take twenty times its size
 _MAX_INDEX = 50_000_000  # 140,000 tensors, the most ever published, take 20 MB
 
 
@@ -54,7 +62,9 @@ def is_inside(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts and path.name != ""
 
 
-def read_json(path: Path, error: type[CheckpointError | ConfigError], limit: int = _MAX_CONFIG) -> dict:
+def read_json(
+    path: Path, error: type[CheckpointError | ConfigError] = CheckpointError, *, limit: int = MAX_CONFIG
+) -> dict:
     """The JSON object in ``path``, of at most ``limit`` bytes. Raises ``error``."""
     try:
         size = path.stat().st_size
@@ -75,7 +85,7 @@ def read_json(path: Path, error: type[CheckpointError | ConfigError], limit: int
 def read_index(folder: Path, index: str = INDEX) -> dict[str, str]:
     """The index's map from tensor to file, every file in the folder by its name. Raises CheckpointError."""
     path = folder / index
-    weight_map = read_json(path, CheckpointError, _MAX_INDEX).get("weight_map")
+    weight_map = read_json(path, limit=_MAX_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f'{path}: "weight_map" must map tensor names to file names')
     for name, file in weight_map.items():

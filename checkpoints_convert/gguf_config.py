@@ -53,6 +53,7 @@ def need(path: Path, metadata: dict, key: str, kind: type = object) -> Any:
 
 
 def need_positive(path: Path, metadata: dict, key: str, kind: type = int) -> Any:
+    """The value of ``key``, checked to be a positive finite number of ``kind``."""
     value = need(path, metadata, key, kind)
     if not 0 < value < math.inf:
         raise CheckpointError(f"{path}: {key} is {value}, expected a positive number")

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ligermodels.checkpoints_convert.files import read_json
 from ligermodels.checkpoints_convert.gguf_config import need
-from ligermodels.checkpoints_convert.streamed import read_json
 from ligermodels.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def _content(files: Mapping[str, Path | dict], name: str) -> dict:
         return found
     if found.stat().st_size > _MAX_TOKENIZER:
         raise CheckpointError(f"{found} has {found.stat().st_size} bytes: too large for a {name}")
-    return read_json(found, _MAX_TOKENIZER)
+    return read_json(found, limit=_MAX_TOKENIZER)
 
 
 def _tokenizer_metadata(raw: dict, said: dict, files: Mapping, config: dict, where: Path) -> dict[str, Any]:

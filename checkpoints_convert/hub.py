@@ -19,6 +19,7 @@ from ligermodels.checkpoints_convert.files import (
     PICKLE_INDEX,
     PICKLES,
     SINGLE,
+    TOKENIZER_FILES,
     other_layout,
     read_index,
     read_json,
@@ -28,17 +29,7 @@ from ligermodels.errors import CheckpointError, ConfigError, HubError
 __all__ = ["download", "fetch_headers"]
 
 # What a model needs beside its weights; taken where present. Nothing else is ever fetched.
-_TEXT_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-)
+_TEXT_FILES = (*TOKENIZER_FILES, "generation_config.json", "preprocessor_config.json", "processor_config.json")
 
 _WEIGHTS = (INDEX, SINGLE, PICKLE_INDEX, PICKLE)  # the first that is there says which files the weights are in
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ligermodels.checkpoints_convert.files import MAX_CONFIG
+from ligermodels.checkpoints_convert.gguf_layout import layout
 from ligermodels.checkpoints_convert.meta import number, whole
 from ligermodels.checkpoints_convert.pth import open_pth
 from ligermodels.checkpoints_convert.streamed import Source, companions, expect_shapes
@@ -21,7 +23,6 @@ __all__ = ["open_litgpt"]
 
 WEIGHTS = "lit_model.pth"
 CONFIGS = ("model_config.yaml", "lit_config.json")
-_MAX_CONFIG = 1_000_000
 
 _TOP = {"model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f", "lm_head": "lm_head"}
 _LAYER = {
@@ -90,7 +91,7 @@ def open_litgpt(folder: Path) -> Source:
     odd = next((n for n, t in found.items() if t.dtype != dtype), None)
     if odd is not None:
         raise CheckpointError(f"{folder / WEIGHTS}: tensor {odd} is not {dtype} as the embedding is")
-    return Source(folder, config, meta, make, companions(folder) | companions(folder, ["generation_config.json"]))
+    return Source(folder, config, meta, make, companions(folder))
 
 
 def _part(tensor: torch.Tensor, which: str, config: dict, *, by_group: bool) -> torch.Tensor:
@@ -109,7 +110,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     import yaml  # huggingface_hub depends on it
 
     try:
-        if path.stat().st_size > _MAX_CONFIG:
+        if path.stat().st_size > MAX_CONFIG:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes: too large for a config")
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".yaml" and ("&" in text or "*" in text):
@@ -157,7 +158,7 @@ def _config(path: Path, said: dict, tensors: dict) -> dict:
         "rope_scaling": _scaling(path, said),
         "hidden_act": "gelu_pytorch_tanh" if gemma else "silu",
         "attention_bias": False,
-        "tie_word_embeddings": _tied(said, tensors, gemma),
+        "tie_word_embeddings": gemma or "lm_head.weight" not in tensors,
         "use_cache": True,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -214,10 +215,6 @@ def _family(path: Path, said: dict, tensors: dict, name: str) -> str:
     return "mistral" if name.startswith("mistral") else "llama"
 
 
-def _tied(said: dict, tensors: dict, gemma: bool) -> bool:
-    return gemma or "lm_head.weight" not in tensors
-
-
 def _scaling(path: Path, said: dict) -> dict | None:
     adjust = said.get("rope_adjustments")
     if not adjust:
@@ -255,6 +252,4 @@ def _names(config: dict) -> dict[str, str]:
 
 
 def _shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    from ligermodels.checkpoints_convert.gguf_layout import layout
-
     return {entry.names[0]: entry.shape for entry in layout(config).values()}

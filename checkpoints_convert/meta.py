@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ligermodels.checkpoints_convert.files import read_json
 from ligermodels.checkpoints_convert.gguf_layout import deinterleave, interleave
 from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo
 from ligermodels.checkpoints_convert.pth import open_pth, save_pth
@@ -34,7 +35,6 @@ from ligermodels.checkpoints_convert.streamed import (
     companions,
     expect_shapes,
     progress,
-    read_json,
 )
 from ligermodels.errors import CheckpointError, ConfigError
 
@@ -101,6 +101,7 @@ def whole(path: Path, params: Mapping[str, Any], key: str, default: int | None =
 
 
 def number(path: Path, params: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A factor in params.json. Raises CheckpointError unless it is a positive number."""
     value = params.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**63:
@@ -182,7 +183,7 @@ def open_meta(folder: Path) -> Source:
     first = str(dtypes["model.layers.0.self_attn.q_proj.weight"]).removeprefix("torch.")
     config["torch_dtype"] = first
     meta = {ours: torch.empty(shape, dtype=dtypes[ours], device="meta") for ours, shape in expected.items()}
-    return Source(folder, config, meta, make, companions(folder) | companions(folder, ["generation_config.json"]))
+    return Source(folder, config, meta, make, companions(folder))
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -329,7 +330,7 @@ def write_meta(
                     tensor = interleave(tensor, heads) if heads else tensor
                     state[meta_name(name)] = _cut(tensor, name, by_rows, rank, count).clone()
                 save_pth(work.path / file, state)
-            bar.update(sum(t.numel() * t.element_size() for t in shapes.values()))
+            bar.update(sum(t.nbytes for t in shapes.values()))
         for name, text in texts.items():
             write_bytes(work.path / name, text)
         for name, path in copies.items():
@@ -374,7 +375,7 @@ def _params(config: dict, where: Path) -> dict:
 def _count(source: Source, config: dict, limit: int | str | None, by_rows: bool) -> int:
     if limit is None:
         return 1
-    total = sum(t.numel() * t.element_size() for t in source.tensors.values())
+    total = sum(t.nbytes for t in source.tensors.values())
     count, size = 1, parse_size(limit)
     divided = [config["num_key_value_heads"], config["intermediate_size"], config["vocab_size"]]
     divided += [] if by_rows else [config["hidden_size"]]

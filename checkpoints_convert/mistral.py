@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ligermodels.checkpoints_convert.files import read_json
 from ligermodels.checkpoints_convert.gguf_layout import deinterleave, interleave
 from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo
 from ligermodels.checkpoints_convert.meta import HF_CONFIG, PARAMS, heads_of, meta_name, number, shapes_of, whole
@@ -21,7 +22,6 @@ from ligermodels.checkpoints_convert.streamed import (
     companions,
     expect_shapes,
     open_files,
-    read_json,
     write_shards,
 )
 from ligermodels.errors import CheckpointError, ConfigError
@@ -51,7 +51,7 @@ def open_mistral(folder: Path) -> Source:
         ours: torch.empty(shape, dtype=tensors[_theirs(ours)].dtype, device="meta") for ours, shape in expected.items()
     }
     config["torch_dtype"] = str(meta["model.embed_tokens.weight"].dtype).removeprefix("torch.")
-    return Source(folder, config, meta, make, companions(folder) | companions(folder, ["generation_config.json"]))
+    return Source(folder, config, meta, make, companions(folder))
 
 
 def _theirs(ours: str) -> str:

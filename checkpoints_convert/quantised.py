@@ -7,6 +7,7 @@ ModelOpt). The weight is ``fp8 · scale`` of its block.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -19,7 +20,6 @@ from ligermodels.checkpoints_convert.safetensors_file import DTYPES, Entry, know
 from ligermodels.errors import CheckpointError
 
 _FP8_METHODS = (None, "fp8", "compressed-tensors", "fbgemm_fp8", "modelopt")
-_SCALE = re.compile(r"\.weight_scale(_inv)?$")
 # Ranges of activations and of the key/value cache: of use to fp8 products only.
 _ACTIVATIONS = re.compile(r"\.(input_scale(_ub)?|activation_scale|output_scale|[qkv]_scale)$")
 
@@ -94,10 +94,7 @@ def _block(
 ) -> tuple[int, int]:
     """Rows and columns that share a scale. Raises CheckpointError where the shapes do not say it."""
     if len(shape) == 2 and 0 not in shape:
-        count = 1
-        for size in scales:
-            count *= size
-        if count == 1:
+        if math.prod(scales) == 1:
             return shape
         if scales in ((shape[0], 1), (shape[0],)):
             return 1, shape[1]

@@ -22,7 +22,7 @@ from typing import BinaryIO
 import torch
 
 from ligermodels.checkpoints_convert.files import open_file
-from ligermodels.checkpoints_convert.safetensors_file import memory, nbytes
+from ligermodels.checkpoints_convert.safetensors_file import memory
 from ligermodels.errors import CheckpointError
 
 CHUNK = 4 << 20  # what one thread reads at a time; a buffer of it is small, and system calls do not show beside it
@@ -116,9 +116,9 @@ def stream_tensors(
                 # The device is spelt out: the caller may be under torch.device("meta").
                 tensor = torch.empty(info.shape, dtype=target, device=readers.device)
                 pending.append((name, tensor, readers.submit(info, tensor.view(-1), name)))
-            in_work += nbytes(pending[-1][1])
+            in_work += pending[-1][1].nbytes
             while pending and in_work > ahead:
-                in_work -= nbytes(pending[0][1])
+                in_work -= pending[0][1].nbytes
                 yield readers.finish(*pending.popleft())
         while pending:
             yield readers.finish(*pending.popleft())

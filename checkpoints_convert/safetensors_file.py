@@ -49,16 +49,13 @@ class Entry(NamedTuple):
 
 
 def known_dtypes() -> str:
+    """The dtypes that weights may have, for messages."""
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
-
-
-def nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable, without numpy (which torch does not require)."""
-    size = nbytes(tensor)
+    size = tensor.nbytes
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
 
@@ -227,7 +224,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], make: Cal
     position = 0
     for name in names:
         tensor = tensors[name]
-        end = position + nbytes(tensor)
+        end = position + tensor.nbytes
         kind = DTYPE_NAMES[tensor.dtype]
         header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [position, end]}
         position = end

@@ -12,12 +12,11 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from ligermodels.checkpoints_convert.files import CONFIG, INDEX, SINGLE, read_index
+from ligermodels.checkpoints_convert.files import CONFIG, INDEX, read_index
 from ligermodels.checkpoints_convert.safetensors_file import (
     DTYPE_NAMES,
     MAX_TENSORS,
     known_dtypes,
-    nbytes,
     write_safetensors,
 )
 from ligermodels.errors import CheckpointError
@@ -78,19 +77,12 @@ def save_streamed(
 
     shards = plan_shards(tensors, limit)
     if len(shards) > 1:
-        index = {
-            "metadata": {
-                "total_parameters": sum(tensor.numel() for tensor in tensors.values()),
-                "total_size": sum(nbytes(tensor) for tensor in tensors.values()),
-            },
-            "weight_map": {name: file for file, names in shards.items() for name in names},
-        }
-        texts[INDEX] = to_json(index, INDEX)
+        texts[INDEX] = to_json(index_of(tensors, shards), INDEX)
 
     mark = f".{secrets.token_hex(4)}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        stale = _own_files(folder) - set(shards)
+        stale = own_shards(folder) - set(shards)
         try:
             for file, names in shards.items():
                 write_safetensors(folder / (file + mark), {name: tensors[name] for name in names}, make)
@@ -113,6 +105,7 @@ def save_streamed(
 
 
 def parse_size(size: int | str) -> int:
+    """Bytes, from a number of them or a text such as "5GB" (10⁹) or "512MiB" (2²⁰). Raises CheckpointError."""
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     units |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
     value = 0
@@ -128,6 +121,7 @@ def parse_size(size: int | str) -> int:
 
 
 def check_memory(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise CheckpointError for tensors without data, ones that are not dense, and two that share memory."""
     spans = []
     for name, tensor in tensors.items():
         if tensor.device.type == "meta":
@@ -147,6 +141,7 @@ def check_memory(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def to_json(value: object, name: str) -> bytes:
+    """The content of the JSON file ``name``. Raises CheckpointError for what JSON cannot say."""
     try:
         # Sorted as transformers sorts them; other files (a tokenizer's vocabulary) keep their order.
         text = json.dumps(value, indent=2, sort_keys=name in (CONFIG, INDEX), ensure_ascii=False)
@@ -155,7 +150,7 @@ def to_json(value: object, name: str) -> bytes:
         raise CheckpointError(f"{name} cannot be written as JSON: {error}") from error
 
 
-def plan_shards(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, list[str]]:
+def plan_shards(tensors: Mapping[str, torch.Tensor], limit: int, stem: str = "model") -> dict[str, list[str]]:
     """File name → tensor names: filled in order, a shard is closed by the tensor that no longer fits.
 
     A tensor above the limit gets a shard of its own, and the open one stays open, as in huggingface_hub.
@@ -164,7 +159,7 @@ def plan_shards(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, li
     current: list[str] = []
     used = 0
     for name, tensor in tensors.items():
-        size = nbytes(tensor)
+        size = tensor.nbytes
         if size > limit:
             shards.append([name])
             continue
@@ -176,22 +171,33 @@ def plan_shards(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, li
     if current:
         shards.append(current)
     if len(shards) == 1:
-        return {SINGLE: shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
+        return {f"{stem}.safetensors": shards[0]}
+    return {f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+def index_of(tensors: Mapping[str, torch.Tensor], shards: Mapping[str, list[str]]) -> dict:
+    """The content of the index beside ``shards`` (file name → tensor names)."""
+    sizes = {
+        "total_parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "total_size": sum(tensor.nbytes for tensor in tensors.values()),
+    }
+    return {"metadata": sizes, "weight_map": {name: file for file, names in shards.items() for name in names}}
 
 
 def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file and flush it to the disk."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _own_files(folder: Path) -> set[str]:
-    """Weight files of an earlier save: model.safetensors, and numbered shards that the present index names."""
-    own = {SINGLE}
+def own_shards(folder: Path, stem: str = "model") -> set[str]:
+    """Weight files of an earlier save: ``stem``.safetensors, and numbered shards that the present index names."""
+    index = f"{stem}.safetensors.index.json"
     try:
-        named = read_index(folder).values() if (folder / INDEX).is_file() else ()
+        named = read_index(folder, index).values() if (folder / index).is_file() else ()
     except CheckpointError:
         named = ()  # an index that cannot be read names nothing that may be deleted
-    return own | {file for file in named if re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", file)}
+    numbered = re.compile(rf"{stem}-\d{{5}}-of-\d{{5}}\.safetensors")
+    return {f"{stem}.safetensors", *filter(numbered.fullmatch, named)}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,22 +18,19 @@ from typing import Any
 
 import torch
 
-from ligermodels.checkpoints_convert.files import CONFIG, INDEX, is_inside, listed
-from ligermodels.checkpoints_convert.files import read_json as read_json_of
+from ligermodels.checkpoints_convert.files import CONFIG, INDEX, TOKENIZER_FILES, listed, read_index
 from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo, open_checkpoint
-from ligermodels.checkpoints_convert.safetensors_file import DTYPE_NAMES, DTYPES, nbytes, read_header, write_safetensors
-from ligermodels.checkpoints_convert.save import parse_size, plan_shards, to_json, write_bytes
+from ligermodels.checkpoints_convert.safetensors_file import DTYPE_NAMES, DTYPES, read_header, write_safetensors
+from ligermodels.checkpoints_convert.save import index_of, own_shards, parse_size, plan_shards, to_json, write_bytes
 from ligermodels.errors import CheckpointError
 
 __all__ = ["Source", "WorkFolder", "expect_shapes", "from_checkpoint", "open_hf", "write_hf", "write_shards"]
 
 # What goes with the weights, byte for byte, between layouts that share a tokenizer.
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt", "tekken.json", "tokenizer.model.v3",
-    "tokenization_chatglm.py",
+_COMPANIONS = (
+    *TOKENIZER_FILES, "added_tokens.json", "vocab.json", "merges.txt", "tekken.json", "tokenizer.model.v3",
+    "tokenization_chatglm.py", "generation_config.json",
 )  # fmt: skip
-GENERATION = "generation_config.json"
 _PLAN = "plan.json"
 
 
@@ -56,14 +52,14 @@ class Source:
         """The same weights rounded to ``dtype``; None keeps each tensor's own. Overflow is an error."""
         if dtype is None:
             first = next(t.dtype for t in self.tensors.values())
-            return replace(self, config=_with_dtype(self.config, first))
+            return replace(self, config=with_dtype(self.config, first))
         make = self.make
 
         def rounded(name: str) -> torch.Tensor:
             return to_dtype(make(name), dtype, f"{self.path}: tensor {name}")
 
         tensors = {name: torch.empty(t.shape, dtype=dtype, device="meta") for name, t in self.tensors.items()}
-        return replace(self, config=_with_dtype(self.config, dtype), tensors=tensors, make=rounded)
+        return replace(self, config=with_dtype(self.config, dtype), tensors=tensors, make=rounded)
 
 
 def to_dtype(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
@@ -75,7 +71,8 @@ def to_dtype(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tenso
     return out
 
 
-def _with_dtype(config: dict, dtype: torch.dtype) -> dict:
+def with_dtype(config: dict, dtype: torch.dtype) -> dict:
+    """``config`` saying that the weights are of ``dtype``, under the old key and the new one."""
     name = str(dtype).removeprefix("torch.")
     return config | {"dtype": name, "torch_dtype": name}
 
@@ -103,12 +100,12 @@ def from_checkpoint(checkpoint: Checkpoint, config: dict, files: Mapping[str, Pa
 
 def open_hf(folder: Path, config: dict) -> Source:
     """A folder of Hugging Face layout with its complete ``config``. Raises as ``open_checkpoint`` does."""
-    return from_checkpoint(open_checkpoint(folder), config, companions(folder, (*TOKENIZER_FILES, GENERATION)))
+    return from_checkpoint(open_checkpoint(folder), config, companions(folder))
 
 
-def companions(folder: Path, names: Iterable[str] = TOKENIZER_FILES) -> dict[str, Path]:
-    """Those files among ``names`` that ``folder`` has."""
-    return {name: folder / name for name in names if (folder / name).is_file()}
+def companions(folder: Path) -> dict[str, Path]:
+    """The tokenizer's files and generation_config.json, those of them that ``folder`` has."""
+    return {name: folder / name for name in _COMPANIONS if (folder / name).is_file()}
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
@@ -201,17 +198,6 @@ class WorkFolder:
         shutil.rmtree(self.path)
 
 
-def own_shards(folder: Path, stem: str) -> set[str]:
-    """Weight files of an earlier model in ``folder``: ``stem``.safetensors, its index, and the shards that it names."""
-    own = {f"{stem}.safetensors", f"{stem}.safetensors.index.json"}
-    try:
-        named = read_json(folder / f"{stem}.safetensors.index.json").get("weight_map") or {}
-        named = {str(file) for file in named.values()} if isinstance(named, dict) else set()
-    except CheckpointError:
-        named = set()  # an index that cannot be read names nothing that may be deleted
-    return own | {file for file in named if re.fullmatch(rf"{stem}-\d{{5}}-of-\d{{5}}\.safetensors", file)}
-
-
 def write_hf(
     source: Source, target: Path, *, max_shard_size: int | str = "5GB", force: bool = False, plan: object = None
 ) -> Path:
@@ -238,17 +224,10 @@ def write_shards(
 
     ``config`` (name, content) and the source's files go beside them. ``plan`` tells this run from one on other input.
     """
-    shards = {
-        name.replace("model", stem, 1): tensors
-        for name, tensors in plan_shards(source.tensors, parse_size(max_shard_size)).items()
-    }
-    texts = dict([config])
+    shards = plan_shards(source.tensors, parse_size(max_shard_size), stem)
+    texts, index = dict([config]), f"{stem}.safetensors.index.json"
     if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": sum(t.numel() * t.element_size() for t in source.tensors.values())},
-            "weight_map": {name: file for file, names in shards.items() for name in names},
-        }
-        texts[f"{stem}.safetensors.index.json"] = to_json(index, INDEX)
+        texts[index] = to_json(index_of(source.tensors, shards), INDEX)
     for name, content in source.files.items():
         if isinstance(content, dict):
             texts[name] = to_json(content, name)
@@ -259,7 +238,7 @@ def write_shards(
         [*shards, *texts, *copies],
         [plan, layout, list(shards)],
         marker=config[0],
-        own=own_shards(target, stem),
+        own={*own_shards(target, stem), index},
         force=force,
     )
     with work, progress(source.tensors, target) as bar:
@@ -267,12 +246,12 @@ def write_shards(
             wanted = {name: source.tensors[name] for name in names}
             if _is_finished(work.path / file, wanted):
                 for name in names:
-                    bar.update(nbytes(wanted[name]))
+                    bar.update(wanted[name].nbytes)
                 continue
 
             def make(name: str) -> torch.Tensor:
                 tensor = source.make(name)
-                bar.update(nbytes(tensor))
+                bar.update(tensor.nbytes)
                 return tensor
 
             unfinished = work.path / (file + ".tmp")
@@ -289,7 +268,7 @@ def progress(tensors: Mapping[str, torch.Tensor], target: Path) -> Any:
     """A bar in bytes, shown on a terminal only."""
     from tqdm import tqdm
 
-    total = sum(map(nbytes, tensors.values()))
+    total = sum(t.nbytes for t in tensors.values())
     return tqdm(total=total, desc=f"writing {target.name}", unit="B", unit_scale=True, disable=None)
 
 
@@ -310,15 +289,9 @@ def open_files(folder: Path, stem: str) -> dict[str, TensorInfo]:
 
     Raises CheckpointError naming the file that is missing or broken, or a tensor that is not of a floating dtype.
     """
-    index = folder / f"{stem}.safetensors.index.json"
-    files = [f"{stem}.safetensors"]
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(file, str) and is_inside(file) for file in weight_map.values()
-        ):
-            raise CheckpointError(f'{index}: "weight_map" must map tensor names to files of the folder')
-        files = sorted(set(weight_map.values()))
+    index, files = f"{stem}.safetensors.index.json", [f"{stem}.safetensors"]
+    if (folder / index).is_file():
+        files = sorted(set(read_index(folder, index).values()))
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         raise CheckpointError(f"{folder} lacks {listed(missing)}")
@@ -331,11 +304,6 @@ def open_files(folder: Path, stem: str) -> dict[str, TensorInfo]:
                 raise CheckpointError(f"{folder / file}: tensor {name} is in {tensors[name].file.name}, too")
             tensors[name] = TensorInfo(folder / file, DTYPES[kind], shape, start, end)
     return tensors
-
-
-def read_json(path: Path, limit: int = 50_000_000) -> dict:
-    """The JSON object in ``path``, of at most ``limit`` bytes. Raises CheckpointError naming the file."""
-    return read_json_of(path, CheckpointError, limit)
 
 
 def fingerprint(*paths: Path) -> list:

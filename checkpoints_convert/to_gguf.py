@@ -19,6 +19,7 @@ import torch
 from ligermodels.checkpoints_convert.gguf_config import metadata_of, rope_tensors
 from ligermodels.checkpoints_convert.gguf_layout import Entry, interleave, layout
 from ligermodels.checkpoints_convert.gguf_tokenizer import tokenizer_metadata
+from ligermodels.checkpoints_convert.safetensors_file import DTYPES
 from ligermodels.checkpoints_convert.streamed import Source, WorkFolder, expect_shapes, progress, to_dtype
 from ligermodels.errors import CheckpointError
 
@@ -179,5 +180,4 @@ def _chunks(
             if kind.name == "Q8_0":
                 yield quantize(to_dtype(part, torch.float32, what).numpy(), kind).tobytes()
                 continue
-            dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind.name]
-            yield to_dtype(part, dtype, what).contiguous().view(torch.uint8).numpy().tobytes()
+            yield to_dtype(part, DTYPES[kind.name], what).contiguous().view(torch.uint8).numpy().tobytes()

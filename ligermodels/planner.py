@@ -107,7 +107,7 @@ def block_of(layer: nn.Module) -> Block:
 
 
 def _gradients(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    return sum(p.nbytes for p in module.parameters() if p.requires_grad)
 
 
 def activation_bytes(block: Block, level: str, tokens: int, size: int) -> int:
@@ -249,12 +249,12 @@ class _Step:
         self.size = model.dtype.itemsize
         parameters = {id(p): p for p in model.parameters()}.values()
         trained = [p for p in parameters if p.requires_grad]
-        self.weights = sum(p.numel() * p.element_size() for p in parameters)
+        self.weights = sum(p.nbytes for p in parameters)
         each = (2 * p.element_size() if state_bytes is None else state_bytes for p in trained)
         self.optimizer = int(sum(p.numel() * size for p, size in zip(trained, each, strict=True)))
         self.static = self.weights + self.optimizer + WORKSPACE + 24 * self.tokens
         self.static += 2 * self.tokens * 4 * getattr(model.model.rotary_emb, "rotary_dim", 0) // 2
-        self.all_gradients = sum(p.numel() * p.element_size() for p in trained)
+        self.all_gradients = sum(p.nbytes for p in trained)
         head, embedding = model.lm_head, model.model.embed_tokens.weight
         self.in_backward, self.accumulates = in_backward, accumulation > 1
         self.vocabulary, hidden = head.out_features, head.in_features
@@ -263,7 +263,7 @@ class _Step:
         self.tied = head.weight is embedding
         trains = head.weight.requires_grad
         self.head_gradient = weight * head.weight.element_size() if trains else 0
-        self.embedding_gradient = embedding.numel() * embedding.element_size() if embedding.requires_grad else 0
+        self.embedding_gradient = embedding.nbytes if embedding.requires_grad else 0
         device = model.device
         processors = multiprocessors(device) if device.type == "cuda" else 132  # an H100's and an H200's
         buffer = fast_buffer_bytes(self.tokens, hidden, self.vocabulary, self.size, processors)
