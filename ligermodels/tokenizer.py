@@ -10,32 +10,19 @@ import json
 import operator
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import tokenizers
 import torch
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ligermodels.checkpoints_convert.files import TOKENIZER_FILES
 from ligermodels.errors import LigerError
 
 __all__ = ["StreamDecoder", "Tokenizer"]
 
 # What save_pretrained writes back, byte for byte, when the source has it.
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
+_FILES = (*TOKENIZER_FILES, "added_tokens.json", "vocab.json", "merges.txt")
 _TEMPLATE_FOLDER = "additional_chat_templates"
 # Files that would override or complete what is saved, were they left over from another tokenizer in the same folder.
 _OVERRIDING_FILES = (
@@ -74,15 +61,11 @@ class Tokenizer:
         self._saved_templates = dict(self.chat_templates) if folder is not None else {}
         self._clean_up = clean_up_spaces
         self._folder = folder
-        self._environment = _template_environment()
-        self._compiled: dict[str, jinja2.Template] = {}
+        self._compiled: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and for worker processes: compiled templates cannot be pickled, and are made anew."""
-        return {**vars(self), "_environment": None, "_compiled": {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _environment=_template_environment())
+        return {**vars(self), "_compiled": {}}
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Tokenizer:
@@ -313,6 +296,9 @@ class Tokenizer:
         The template writes the special tokens itself, so none are added by the encoding.
         Raises LigerError when there is no template, or with the template's own message when it refuses.
         """
+        # Imported here, as jinja2 is: most programs that load a tokenizer have no conversation to lay out.
+        from ligermodels.chat_template import plain_data, plain_messages
+
         variables = dict(variables or {})
         reserved = {"messages", "add_generation_prompt"} & variables.keys()
         if reserved:
@@ -324,8 +310,8 @@ class Tokenizer:
                 **self.special_tokens,
                 "tools": None,
                 "documents": None,
-                **_plain_data(variables, "variables"),
-                "messages": _plain_messages(messages),
+                **plain_data(variables, "variables"),
+                "messages": plain_messages(messages),
                 "add_generation_prompt": add_generation_prompt,
             }
         )
@@ -340,9 +326,11 @@ class Tokenizer:
                 f"{self._folder}: this tokenizer has no default chat template{had}; it may belong to a base model. "
                 "Use encode, or assign tokenizer.chat_template"
             )
+        from ligermodels.chat_template import compile_template
+
         try:
             if source not in self._compiled:
-                self._compiled[source] = self._environment.from_string(source)
+                self._compiled[source] = compile_template(source)
             return self._compiled[source].render(context)
         except Exception as error:  # the template is a program of the checkpoint's author: it can fail in any way
             raise LigerError(f"chat template: {error}") from error
@@ -499,63 +487,3 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         if not name or Path(name).name != name:  # save_pretrained makes a file name of it
             raise LigerError(f"{folder / 'tokenizer_config.json'}: chat_template: {name!r} is not a plain name")
     return templates
-
-
-def _plain_messages(messages: Any) -> list[dict[str, Any]]:
-    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
-        raise LigerError('messages: expected a list such as [{"role": "user", "content": "Hello"}], not empty')
-    for message in messages:
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise LigerError(f'messages: each one is a dict with "role" and "content", got {message!r}')
-    plain = _plain_data([dict(message) for message in messages], "messages")
-    # Clients send "content": null beside tool calls; templates would print it as the word None.
-    return [{key: value for key, value in message.items() if value is not None} for message in plain]
-
-
-def _plain_data(value: Any, name: str) -> Any:
-    """A copy in plain JSON types, so that a template gets no method to call; images and the like become a mark."""
-    try:
-        return json.loads(json.dumps(value, default=lambda other: f"<{type(other).__name__}>"))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise LigerError(f"{name}: expected plain data (dicts, lists, strings, numbers): {error}") from error
-
-
-class _Generation(Extension):
-    """``{% generation %}…{% endgeneration %}`` marks the assistant's words for loss masks; the text is unchanged."""
-
-    tags = frozenset({"generation"})
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_unchanged"), [], [], body).set_lineno(line)
-
-    def _unchanged(self, caller: Any) -> str:
-        return caller()
-
-
-def _template_environment() -> ImmutableSandboxedEnvironment:
-    """What published templates expect: a sandbox, trimmed blocks, break/continue and three helpers."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def strftime_now(form: str) -> str:
-        return datetime.now().strftime(form)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:  # Jinja's own escapes <, > and & for HTML
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    return environment

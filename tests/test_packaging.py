@@ -1,5 +1,6 @@
 """What is installed, and what an import does."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -50,6 +51,32 @@ def test_the_wheel_holds_every_module_of_the_checkout(wheel):
     assert {name for name in wheel.namelist() if name.endswith(".py")} == modules
 
 
+def imported(path: Path) -> set[str]:
+    """The modules of this project, and those of torch, that a file imports anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in names if name.startswith(("ligermodels", "kernels", "torch.nn", "transformers"))}
+
+
+@pytest.mark.parametrize(
+    ("folder", "allowed"),
+    [
+        ("kernels", ("ligermodels.errors.", "ligermodels.kernels.", "torch.nn.functional")),
+        ("checkpoints_convert", ("ligermodels.errors.", "ligermodels.checkpoints_convert.")),
+    ],
+)
+def test_imports_point_one_way(folder, allowed):
+    """Kernels know nothing of models or files, checkpoints no module. One exception: only the families know what a
+    config's absent keys mean, so a conversion to a layout that has no defaults asks them."""
+    found = {(path.name, name) for path in (ROOT / folder).glob("*.py") for name in imported(path)}
+    found -= {("convert.py", "ligermodels.MODELS")}
+    assert found and {pair for pair in found if not pair[1].startswith(allowed)} == set()
+
+
 def test_the_checkout_finds_both_packages_through_links():
     assert os.readlink(ROOT / "ligermodels" / "kernels") == "../kernels"
     assert os.readlink(ROOT / "ligermodels" / "checkpoints_convert") == "../checkpoints_convert"
@@ -60,7 +87,8 @@ import sys, time
 import torch
 torch_alone = time.process_time()
 import ligermodels
-heavy = sorted({"transformers", "gguf", "matplotlib", "kernels", "huggingface_hub"} & set(sys.modules))
+heavy = {"transformers", "gguf", "matplotlib", "kernels", "huggingface_hub", "jinja2", "typer", "PIL", "tensorboard"}
+heavy = sorted(heavy & set(sys.modules))
 print(time.process_time(), torch_alone, torch.cuda.is_initialized(), heavy)
 """
 
