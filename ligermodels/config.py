@@ -67,16 +67,16 @@ class Config:
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            _check_type(field.name, getattr(self, field.name), hints[field.name])
+            check_type(field.name, getattr(self, field.name), hints[field.name])
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                      "num_key_value_heads", "max_position_embeddings"):  # fmt: skip
-            _check_range(name, getattr(self, name), 1, _LARGEST)
-        _check_range("num_hidden_layers", self.num_hidden_layers, 1, _MOST_LAYERS)
-        _check_range("rms_norm_eps", self.rms_norm_eps, 0, 1)
-        _check_range("initializer_range", self.initializer_range, 0, _LARGEST)
-        _check_range("attention_dropout", self.attention_dropout, 0, 1)
+            check_range(name, getattr(self, name), 1, _LARGEST)
+        check_range("num_hidden_layers", self.num_hidden_layers, 1, _MOST_LAYERS)
+        check_range("rms_norm_eps", self.rms_norm_eps, 0, 1)
+        check_range("initializer_range", self.initializer_range, 0, _LARGEST)
+        check_range("attention_dropout", self.attention_dropout, 0, 1)
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ConfigError(
@@ -84,8 +84,8 @@ class Config:
                     f"{self.num_attention_heads}, and head_dim is not given"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
-        _check_range("head_dim", self.head_dim, 1, _LARGEST)
-        _check_range("num_attention_heads · head_dim", self.num_attention_heads * self.head_dim, 1, _LARGEST)
+        check_range("head_dim", self.head_dim, 1, _LARGEST)
+        check_range("num_attention_heads · head_dim", self.num_attention_heads * self.head_dim, 1, _LARGEST)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
@@ -139,10 +139,10 @@ class Config:
 
 
 def check_windows(config: Any, window: int | None) -> None:
-    """Raise ConfigError unless ``window`` is positive or None and ``config.layer_types`` fits it and the layers."""
+    """Raise ConfigError unless ``window`` is positive or None and fits ``layer_types``, where there are such."""
     if window is not None and window < 1:
         raise ConfigError(f"sliding_window must be null (no window) or at least 1 (itself), found {window}")
-    kinds = config.layer_types
+    kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return
     if len(kinds) != config.num_hidden_layers:
@@ -154,7 +154,7 @@ def check_windows(config: Any, window: int | None) -> None:
         raise ConfigError("layer_types has 'sliding_attention', but sliding_window is null or switched off")
 
 
-def _check_type(name: str, value: Any, hint: Any) -> None:
+def check_type(name: str, value: Any, hint: Any) -> None:
     """Raise ConfigError unless ``value`` is of the annotated type (an int will do for a float; a bool is no int)."""
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     plain = tuple(typing.get_origin(t) or t for t in allowed)
@@ -169,6 +169,7 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
             raise ConfigError(f"{name} must be a list of {item.__name__}, found {value!r}")
 
 
-def _check_range(name: str, value: float, low: float, high: float) -> None:
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """Raise ConfigError unless low ≤ value ≤ high."""
     if not low <= value <= high:  # false for NaN too
         raise ConfigError(f"{name} must be between {low} and {high}, found {value}")

@@ -21,6 +21,7 @@ from torch import nn
 
 from ligermodels.base import CausalLMOutput, Context
 from ligermodels.checkpoints_convert.rewrites import to_expert_names
+from ligermodels.config import check_windows
 from ligermodels.errors import ConfigError
 from ligermodels.layers.cache import KVCache
 from ligermodels.layers.memory import recompute
@@ -57,8 +58,7 @@ class MixtralConfig(LlamaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(f"sliding_window must be null (no window) or at least 1, found {self.sliding_window}")
+        check_windows(self, self.sliding_window)
         check_experts("num_local_experts", self.num_local_experts, self.num_experts_per_tok)
         if not 0 <= self.router_jitter_noise < 1:
             raise ConfigError(f"router_jitter_noise must be from 0 to below 1, found {self.router_jitter_noise}")

@@ -26,7 +26,7 @@ from ligermodels import generation
 from ligermodels.base import CausalLM, CausalLMOutput
 from ligermodels.checkpoints_convert.hf import Checkpoint, read_config
 from ligermodels.checkpoints_convert.rewrites import vision_language
-from ligermodels.config import Config, _check_type, resolve_dtype
+from ligermodels.config import Config, check_type, resolve_dtype
 from ligermodels.errors import ConfigError, LigerError
 from ligermodels.inputs import check_ids
 from ligermodels.layers.cache import KVCache
@@ -60,7 +60,7 @@ class MultimodalConfig:
     def __post_init__(self) -> None:
         for name, hint in typing.get_type_hints(type(self)).items():
             if typing.get_origin(hint) is not ClassVar and name != "extra":
-                _check_type(name, getattr(self, name), hint)
+                check_type(name, getattr(self, name), hint)
         if self.image_token_index < 0:
             raise ConfigError(f"image_token_index must not be negative, found {self.image_token_index}")
         if self.dtype is not None:
@@ -187,6 +187,10 @@ class MultimodalLM(CausalLM):
     def make_cache(self, batch_size: int, max_length: int) -> KVCache:
         """Room for keys and values of ``max_length`` positions, image tokens among them, of ``batch_size`` rows."""
         return self.language_model.make_cache(batch_size, max_length)
+
+    def check_cache(self, cache: KVCache) -> None:
+        """Raise LigerError unless ``cache`` is one that the text model may use."""
+        self.language_model.check_cache(cache)
 
     # ------------------------------------------------------------------------------------------------------ forward
 

@@ -24,7 +24,7 @@ from einops import rearrange
 from torch import nn
 
 from ligermodels.base import Context
-from ligermodels.config import Config
+from ligermodels.config import Config, check_range, check_windows
 from ligermodels.errors import ConfigError
 from ligermodels.kernels import rope
 from ligermodels.layers.attention import attention
@@ -59,11 +59,9 @@ class Phi3Config(Config):
             raise ConfigError(f"hidden_act {self.hidden_act!r}: Phi-3's MLP is gated by silu")
         if self.attention_bias:
             raise ConfigError("attention_bias true: Phi-3's projections have no bias")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(f"sliding_window must be null or at least 1, found {self.sliding_window}")
+        check_windows(self, self.sliding_window)
         for name in ("resid_pdrop", "embd_pdrop"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must be between 0 and 1, found {getattr(self, name)}")
+            check_range(name, getattr(self, name), 0, 1)
         if self.rope["rope_type"] not in ("default", "longrope"):
             raise ConfigError(f"rope_type {self.rope['rope_type']!r}: Phi-3 knows 'default' and 'longrope'")
         self.partial_rotary_factor = self.rope["partial_rotary_factor"]
@@ -83,6 +81,8 @@ class Phi3Config(Config):
 
 
 class Phi3Attention(nn.Module):
+    """Llama's, with a window, and q, k and v from one product: (B, S, H) -> (B, S, H)."""
+
     def __init__(self, config: Phi3Config, layer: int):
         super().__init__()
         H, A, K, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -116,6 +116,8 @@ class Phi3MLP(GatedMLP):
 
 
 class Phi3Block(LlamaBlock):
+    """Llama's wiring, with dropout of what joins the residual stream: (B, S, H) -> (B, S, H)."""
+
     attention_class = Phi3Attention
     mlp_class = Phi3MLP
 

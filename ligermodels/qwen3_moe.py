@@ -20,6 +20,7 @@ from torch import nn
 
 from ligermodels.base import Context
 from ligermodels.checkpoints_convert.rewrites import to_expert_names
+from ligermodels.config import check_windows
 from ligermodels.errors import ConfigError
 from ligermodels.layers.memory import recompute
 from ligermodels.layers.moe import Routing, SparseMoe
@@ -62,8 +63,7 @@ class Qwen3MoeConfig(LlamaConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.mlp_only_layers = self.mlp_only_layers or []
-        if self.use_sliding_window and self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(f"sliding_window must be null (no window) or at least 1, found {self.sliding_window}")
+        check_windows(self, self.sliding_window if self.use_sliding_window else None)
         for name in ("decoder_sparse_step", "moe_intermediate_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")

@@ -26,14 +26,14 @@ from einops import rearrange
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ligermodels.config import _check_range as check_range
-from ligermodels.config import _check_type as check_type
+from ligermodels.config import check_range, check_type
 from ligermodels.errors import ConfigError, LigerError
 from ligermodels.kernels import layer_norm
 from ligermodels.layers.memory import recompute
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """CLIP's approximation of gelu, elementwise."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -184,6 +184,8 @@ class VisionMLP(nn.Module):
 
 
 class VisionBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): (N, T, H) -> (N, T, H)."""
+
     def __init__(self, config: VisionConfig):
         super().__init__()
         self.layer_norm1 = LayerNorm(config.hidden_size, config.layer_norm_eps)
@@ -266,10 +268,14 @@ class VisionTower(nn.Module):
 
 
 class SiglipVisionTower(VisionTower):
+    """Patches and positions only."""
+
     config_class = SiglipVisionConfig
 
 
 class ClipVisionTower(VisionTower):
+    """With a class token, and a norm before the first layer."""
+
     config_class = ClipVisionConfig
 
     def __init__(self, config: ClipVisionConfig):
