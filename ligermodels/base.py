@@ -20,6 +20,7 @@ from ligermodels.config import Config, resolve_dtype
 from ligermodels.decode import Kept
 from ligermodels.errors import CheckpointError, ConfigError, LigerError
 from ligermodels.inputs import (
+    CacheShape,
     check_cache,
     check_ids,
     check_mask,
@@ -304,10 +305,12 @@ class CausalLM(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """The embedding's."""
         return self.model.embed_tokens.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The embedding's."""
         return self.model.embed_tokens.weight.dtype
 
     # ------------------------------------------------------------------------------------------------------ forward
@@ -378,7 +381,7 @@ class CausalLM(nn.Module):
         batch, length = input_ids.shape
         past, device = 0, input_ids.device
         if cache is not None:
-            check_cache(cache, self.config)
+            self.check_cache(cache)
             cache.check(batch, length)
             past = cache.length
             if cache.step is not None:  # the device counts the positions: nothing below may depend on ``past``
@@ -468,12 +471,20 @@ class CausalLM(nn.Module):
 
     def make_cache(self, batch_size: int, max_length: int) -> KVCache:
         """Room for keys and values of ``max_length`` positions of ``batch_size`` rows, in the model's dtype."""
-        c, weight = self.config, self.model.embed_tokens.weight
+        shape = self._cache_shape()
         return KVCache(
-            c.num_hidden_layers, batch_size, max_length, c.num_key_value_heads, c.head_dim,
-            dtype=weight.dtype, device=weight.device,
-            windows=[getattr(layer.self_attn, "window", None) for layer in self.model.layers],
+            shape.num_layers, batch_size, max_length, shape.num_key_value_heads, shape.head_dim,
+            dtype=shape.dtype, device=self.device, windows=shape.windows,
         )  # fmt: skip
+
+    def check_cache(self, cache: KVCache) -> None:
+        """Raise LigerError unless ``cache`` is one that this model, as it is now, may use."""
+        check_cache(cache, self._cache_shape())
+
+    def _cache_shape(self) -> CacheShape:
+        c = self.config
+        windows = [getattr(layer.self_attn, "window", None) for layer in self.model.layers]
+        return CacheShape(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, self.dtype, windows)
 
     def generate(
         self,

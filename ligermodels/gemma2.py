@@ -68,6 +68,8 @@ class Gemma2Config(GemmaConfig):
 
 
 class Gemma2Attention(nn.Module):
+    """Llama's, with a window, a soft cap on the scores and a scale of its own: (B, S, H) -> (B, S, H)."""
+
     def __init__(self, config: Gemma2Config, layer: int):
         super().__init__()
         H, A, K, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -95,6 +97,8 @@ class Gemma2Attention(nn.Module):
 
 
 class Gemma2Block(nn.Module):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))): (B, S, H) -> (B, S, H)."""
+
     attention_class: ClassVar[type[nn.Module]] = Gemma2Attention  # Gemma 3 differs here alone
 
     def __init__(self, config: Gemma2Config, layer: int):

@@ -79,6 +79,7 @@ class Gemma3Config(Gemma2Config):
 
     @property
     def pattern(self) -> int:
+        """Each so many-th layer sees everything."""
         if self.sliding_window_pattern < 1:
             raise ConfigError(f"sliding_window_pattern must be positive, found {self.sliding_window_pattern}")
         return self.sliding_window_pattern
@@ -100,6 +101,8 @@ class Gemma3Config(Gemma2Config):
 
 
 class Gemma3Attention(nn.Module):
+    """Gemma 2's, with normed heads of q and k in place of the soft cap: (B, S, H) -> (B, S, H)."""
+
     def __init__(self, config: Gemma3Config, layer: int):
         super().__init__()
         H, A, K, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim

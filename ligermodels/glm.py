@@ -118,6 +118,8 @@ class GlmConfig(Config):
 
 
 class GlmAttention(nn.Module):
+    """Llama's, turned in neighbouring pairs, with no bias of o: (B, S, H) -> (B, S, H)."""
+
     def __init__(self, config: GlmConfig, layer: int):
         super().__init__()
         H, A, K, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim

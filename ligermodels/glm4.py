@@ -34,6 +34,8 @@ class Glm4Config(GlmConfig):
 
 
 class Glm4Block(GlmBlock):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))): (B, S, H) -> (B, S, H)."""
+
     ends_with_mlp = False  # a norm follows
 
     def __init__(self, config: Glm4Config, layer: int):

@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
-from ligermodels.config import Config
 from ligermodels.errors import LigerError
 from ligermodels.layers.cache import KVCache
 
 
-def check_cache(cache: KVCache, c: Config) -> None:
-    """Raise LigerError unless ``cache`` was made for a model of this config."""
+class CacheShape(NamedTuple):
+    """What a cache must be to fit a model."""
+
+    num_layers: int
+    num_key_value_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    windows: list[int | None]  # how many keys a query sees, by layer; None: all
+
+
+def check_cache(cache: KVCache, expected: CacheShape) -> None:
+    """Raise LigerError unless ``cache`` was made for a model of this kind."""
     if not isinstance(cache, KVCache):
         raise LigerError(f"cache must come from make_cache, found {type(cache).__name__}")
-    expected = (c.num_hidden_layers, c.num_key_value_heads, c.head_dim)
-    found = (len(cache.keys), *cache.keys[0].shape[2:])
-    if found != expected:
+    keys = cache.keys[0]
+    found = (len(cache.keys), *keys.shape[2:])
+    if found != expected[:3]:
         raise LigerError(
-            f"the cache is of another model: (layers, key/value heads, head_dim) is {found}, expected {expected}"
+            f"the cache is of another model: (layers, key/value heads, head_dim) is {found}, expected {expected[:3]}"
         )
+    if keys.dtype != expected.dtype:
+        raise LigerError(
+            f"the cache holds {keys.dtype}, the model's weights are {expected.dtype}: make the cache with make_cache "
+            "after the model was converted"
+        )
+    for layer, (kept, seen) in enumerate(zip(cache.windows, expected.windows, strict=True)):
+        if kept is not None and (seen is None or kept < seen):
+            raise LigerError(
+                f"the cache is of another model: in layer {layer} it keeps a window of {kept} positions, this model "
+                f"sees {'all' if seen is None else seen}"
+            )
 
 
 def check_mask(attention_mask: torch.Tensor, shape: tuple[int, int]) -> None:
@@ -113,5 +135,6 @@ def normaliser(count: int | float | torch.Tensor, device: torch.device) -> float
 
 
 def need_tensor(name: str, value: object) -> None:
+    """Raise LigerError unless the argument called ``name`` is a tensor."""
     if not isinstance(value, torch.Tensor):
         raise LigerError(f"{name} must be a tensor, found {type(value).__name__}")

@@ -154,6 +154,7 @@ def backward_bytes(block: Block, level: str, tokens: int, size: int) -> tuple[in
 
 
 def forward_seconds(block: Block, tokens: int, seq: int, size: int, rates: Rates) -> float:
+    """A layer's forward over ``tokens`` tokens in rows of ``seq``; ``size`` as in ``activation_bytes``."""
     b = block
     seen = min(seq, b.window or seq)
     attention = 4 * tokens * (seen if seen < seq else seq / 2) * b.heads / rates.attention

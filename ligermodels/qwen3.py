@@ -38,6 +38,8 @@ class Qwen3Config(Qwen2Config):
 
 
 class Qwen3Attention(LlamaAttention):
+    """Llama's, with normed heads of q and k, and a window where the layer has one: (B, S, H) -> (B, S, H)."""
+
     def __init__(self, config: Qwen3Config, layer: int):
         super().__init__(config, layer)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)

@@ -93,6 +93,7 @@ class KVCache:
         return seen if seen is new else seen.to(new.dtype)
 
     def advance(self, new: int) -> None:
+        """All layers have stored their keys and values of ``new`` more positions."""
         self.length += new
         self._written = max(self._written, self.length)
 

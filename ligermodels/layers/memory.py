@@ -40,6 +40,7 @@ class Kept(NamedTuple):
     version: int
 
     def unpack(self) -> torch.Tensor:
+        """The tensor. Raises RuntimeError, as torch would, if it was changed."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.tensor.shape)} that the backward needs was modified by an inplace "
@@ -56,6 +57,7 @@ class Packer:
         return Kept(t, t._version)
 
     def hooks(self) -> contextlib.AbstractContextManager:
+        """The context in which ``pack`` decides."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, lambda packed: packed.unpack())
 
 

@@ -163,6 +163,7 @@ class Offload:
         self.recent: collections.deque[Scope | None] = collections.deque(maxlen=self.lag)
 
     def scope(self, apart: set[int]) -> Scope:
+        """Of one layer's forward; ``apart`` as in ``Scope``."""
         return Scope(self, apart)
 
     def passed(self, scope: Scope | None, out: torch.Tensor) -> None:

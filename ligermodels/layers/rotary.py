@@ -195,6 +195,7 @@ class RotaryEmbedding(nn.Module):
 
     @property
     def depends_on_length(self) -> bool:
+        """Whether the frequencies are other ones for a longer sequence."""
         return self.rope["rope_type"] in ("dynamic", "longrope")
 
     def forward(self, position_ids: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,6 +38,7 @@ class Checkpoints:
         return [path for _, path in sorted(found)]
 
     def latest(self) -> Path | None:
+        """The newest complete one."""
         return found[-1] if (found := self.all()) else None
 
     def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
@@ -107,6 +108,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put the generators to what ``random_state`` gave; those of GPUs only if there are as many as then."""
     torch.set_rng_state(state["cpu"])
     if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])

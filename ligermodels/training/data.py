@@ -63,6 +63,7 @@ class Batch(NamedTuple):
     squares: int
 
     def to(self, device: torch.device | str) -> Batch:
+        """With its tensors on ``device``; nothing waits for the copies."""
         if torch.device(device).type == "cpu":
             return self
         moved = (t.pin_memory().to(device, non_blocking=True) for t in self[:3])  # else the copy would wait

@@ -85,6 +85,7 @@ class AdamWInBackward(torch.optim.Optimizer):
         self._seen.clear()
 
     def load_state_dict(self, state_dict: Any) -> None:
+        """From a state of this class or of torch's AdamW over the same parameters."""
         super().load_state_dict(state_dict)
         for p, inner in self._each.items():
             inner.state.clear()

@@ -192,6 +192,7 @@ def add_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
+    """The settings that were given by the options of ``add_arguments``."""
     return Settings(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Settings)})
 
 
