@@ -38,6 +38,9 @@ class Decoder:
     rotary tables which depend on the length are made for.
     """
 
+    key: Any = None  # what it was made for
+    owns = False  # whether the cache is nobody else's
+
     def __init__(
         self, model: CausalLM, cache: KVCache, sampler: Sampler, *, fused: bool, longest: int, capture: bool = True,
         overlap: bool = False,
@@ -107,14 +110,23 @@ class Decoder:
 
 
 class Kept:
-    """The last decoder of a model, for the next call. Copies and pickles of the model start with none."""
+    """The last decoder of a model, for the next call: that takes it out, so that no two use it at once, and puts it
+    back at its end. Copies and pickles of the model start with none."""
 
     def __init__(self) -> None:
         self.drop()
 
     def drop(self) -> None:
         self.decoder: Decoder | None = None
-        self.key: Any = None
+
+    def take(self, key: Any, cache: KVCache | None, length: int) -> Decoder | None:
+        """The decoder if it is what ``key`` says and works on ``cache``; without one, on one of its own that has room
+        for ``length`` positions: never on one that a caller lent, and goes on using."""
+        decoder, self.decoder = self.decoder, None
+        if decoder is None or decoder.key != key:
+            return None
+        fits = decoder.cache is cache if cache is not None else decoder.owns and decoder.cache.max_length >= length
+        return decoder if fits else None
 
     def __deepcopy__(self, memo: Any) -> Kept:
         return Kept()
@@ -124,11 +136,20 @@ class Kept:
 
 
 def decoder_for(
-    model: CausalLM, cache: KVCache | None, rows: int, length: int, longest: int, sampler: Sampler, steps: int
+    model: CausalLM,
+    cache: KVCache | None,
+    rows: int,
+    length: int,
+    longest: int,
+    sampler: Sampler,
+    steps: int,
+    *,
+    lent: bool,
 ) -> Decoder | None:
     """A decoder with room for ``length`` positions of ``rows`` rows, over ``cache`` if given; None: run step by step.
 
-    The model's last one is taken if it fits: same sampling, same parameters. Otherwise one is captured, unless the
+    ``lent``: the cache is the caller's. Give the decoder back with ``model.kept_decoder.decoder = decoder``. The
+    model's last one is taken if it fits: same sampling, same parameters. Otherwise one is captured, unless the
     ``steps`` to come are too few to pay for it, or something in the model would not be captured: a hook, autocast,
     offloaded parameters, rotary frequencies that change with every position. On a CPU there are no graphs, but the
     fused step, in fp32, has fewer calls than the modules.
@@ -141,13 +162,9 @@ def decoder_for(
     kept = model.kept_decoder
     regime = _rope_regime(model, longest)
     key = (sampler.key, rows, regime, _fingerprint(model))
-    if kept.decoder is not None and kept.key == key:
-        same = kept.decoder.cache is cache if cache is not None else kept.decoder.cache.max_length >= length
-        if same:
-            return kept.decoder
-    if capture and steps < 8:
-        return None
-    kept.drop()
+    decoder = kept.take(key, cache, length)
+    if decoder is not None or (capture and steps < 8):
+        return decoder
     if cache is None:
         cache = model.make_cache(rows, -(-length // _ROOM) * _ROOM)
     try:
@@ -160,7 +177,7 @@ def decoder_for(
         reason = str(error).splitlines()[0]
         warnings.warn(f"decoding step by step, for a step could not be captured as a graph: {reason}", stacklevel=2)
         return None
-    kept.decoder, kept.key = decoder, key
+    decoder.key, decoder.owns = key, not lent
     return decoder
 
 

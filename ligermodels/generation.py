@@ -187,7 +187,7 @@ def stream(
         _check_seed(seed)
     input_ids, attention_mask = _check_prompt(input_ids, attention_mask, vocab_size, device)
     if cache is not None:
-        _check_given_cache(cache, *input_ids.shape, int(max_new_tokens))
+        _check_given_cache(model, cache, *input_ids.shape, int(max_new_tokens))
     settings = Settings(
         temperature=float(temperature),
         top_k=int(top_k or 0),
@@ -211,10 +211,10 @@ def _steps(request: _Request) -> Iterator[Any]:
     model, eos, new = request.model, set(request.eos_ids), request.max_new_tokens
     training = [module for module in model.modules() if module.training]
     model.eval()
+    device_steps, enqueued = _device_steps(request), 0
     try:
         ended = [False] * len(request.input_ids)
         reports: deque[_Report] = deque()
-        device_steps, enqueued = _device_steps(request), 0
         for step in range(new):
             # The first token is waited for; then the device gains its lead, one step with every token.
             lead = min(step, _AHEAD) if request.input_ids.is_cuda else 0
@@ -243,6 +243,7 @@ def _steps(request: _Request) -> Iterator[Any]:
             if all(ended):
                 return
     finally:
+        device_steps.close()
         for module in training:
             module.training = True
 
@@ -259,7 +260,9 @@ def _device_steps(request: _Request) -> Iterator[Sampler]:
         cache.rewind(0)  # the cached keys were turned by the frequencies below the border
     text_model = getattr(model, "language_model", model)  # what reads images is done with them after the prompt
     sampler = Sampler(B, model.config.vocab_size, ids.device, request.settings, request.eos_ids, request.pad_id)
-    decoder = decode.decoder_for(text_model, cache, B, length, longest + 1, sampler, new - 1) if new > 1 else None
+    decoder, lent = None, cache is not None
+    if new > 1:
+        decoder = decode.decoder_for(text_model, cache, B, length, longest + 1, sampler, new - 1, lent=lent)
     if decoder is not None:
         sampler = decoder.sampler
     if cache is None and decoder is not None:
@@ -286,25 +289,33 @@ def _device_steps(request: _Request) -> Iterator[Sampler]:
         )
         sampler(out.logits[:, -1])
 
-    run(ids[:, cache.length :])
-    yield sampler
-    if decoder is not None:
-        decoder.begin(start)
-    fed = [ids]
-    for step in range(1, new):
-        if border is not None:
-            fed.append(sampler.fed[:, None].clone())
-        if border is not None and longest + step - 1 == border:
-            cache.rewind(0)
-            run(torch.cat(fed, dim=1))
-            decoder = decode.decoder_for(text_model, cache, B, length, longest + step + 1, sampler, new - step - 1)
-            if decoder is not None:
-                decoder.begin(start)
-        elif decoder is not None:
-            decoder.step()
-        else:
-            run(sampler.fed[:, None])
+    try:
+        run(ids[:, cache.length :])
         yield sampler
+        if decoder is not None:
+            decoder.begin(start)
+        fed = [ids]
+        for step in range(1, new):
+            if border is not None:
+                fed.append(sampler.fed[:, None].clone())
+            if border is not None and longest + step - 1 == border:
+                cache.rewind(0)
+                run(torch.cat(fed, dim=1))
+                left = new - step - 1
+                decoder = decode.decoder_for(text_model, cache, B, length, longest + step + 1, sampler, left, lent=lent)
+                if decoder is not None:
+                    decoder.begin(start)
+            elif decoder is not None:
+                decoder.step()
+            else:
+                run(sampler.fed[:, None])
+            yield sampler
+    except Exception:  # what failed is not for the next call; GeneratorExit is no Exception
+        decoder = None
+        raise
+    finally:
+        if decoder is not None:
+            text_model.kept_decoder.decoder = decoder
 
 
 class Sampler:
@@ -557,9 +568,10 @@ def _check_seed(seed: int) -> None:
         raise LigerError(f"seed: expected a whole number of at most 64 bits, got {seed!r}") from error
 
 
-def _check_given_cache(cache: KVCache, rows: int, length: int, new: int) -> None:
+def _check_given_cache(model: Any, cache: KVCache, rows: int, length: int, new: int) -> None:
     if not isinstance(cache, KVCache):
         raise LigerError(f"cache: must come from make_cache, got {type(cache).__name__}")
+    model.check_cache(cache)
     if cache.batch_size != rows:
         raise LigerError(f"cache: was made for {cache.batch_size} rows, input_ids has {rows}")
     if cache.length >= length:

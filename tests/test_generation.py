@@ -687,3 +687,49 @@ def test_copies_and_pickles_of_a_model_leave_the_kept_step_behind(pair):
     assert pickle.loads(pickle.dumps(model)).kept_decoder.decoder is None
     model.train()
     assert model.kept_decoder.decoder is None
+
+
+# ------------------------------------------------------------------------------------------ who works on which cache
+
+
+def test_streams_of_one_model_do_not_meet(pair):
+    """A second call while a stream is under way, then two streams in turns: each gives what it gives alone."""
+    model = pair[1]
+    ids, other = torch.tensor([PROMPTS[0] + [1]]), torch.tensor([PROMPTS[2][:4]])
+    options = {"max_new_tokens": 12, "eos_token_id": []}
+    alone = [model.generate(x, **options)[:, 4:] for x in (ids, other)]
+    tokens = model.stream(ids, **options)
+    first = next(tokens)
+    assert torch.equal(model.generate(other, **options)[:, 4:], alone[1])
+    assert torch.equal(torch.stack([first, *tokens], 1), alone[0])
+    both = zip(*zip(model.stream(ids, **options), model.stream(other, **options), strict=True), strict=True)
+    assert all(torch.equal(torch.stack(t, 1), expected) for t, expected in zip(both, alone, strict=True))
+
+
+def test_a_lent_cache_stays_the_callers(pair):
+    model = pair[1]
+    ids, options = torch.tensor([PROMPTS[2]]), {"max_new_tokens": 8, "eos_token_id": []}
+    cache = model.make_cache(1, 40)
+    said = model.generate(ids, cache=cache, **options)
+    kept = [t.clone() for t in (*cache.keys, *cache.values)]
+    model.generate(ids.flip(1), **options)
+    assert cache.length == 14 and all(map(torch.equal, kept, (*cache.keys, *cache.values)))
+    assert torch.equal(model.generate(said, cache=cache, **options), model.generate(said, **options))
+
+
+def test_a_cache_that_does_not_fit_is_refused():
+    """Another dtype, or rings too short for this model's window: both would give other tokens, not an error."""
+    from families import tiny_model
+
+    ids = torch.arange(3, 33)[None]
+    model, longer = (tiny_model("mistral", sliding_window=w).eval() for w in (4, None))
+    for wrong, message in (
+        (model.make_cache(1, 60), "window of 4"),
+        (copy.deepcopy(longer).half().make_cache(1, 60), "float16"),
+    ):
+        with pytest.raises(LigerError, match=message):
+            longer(ids, cache=wrong)
+        with pytest.raises(LigerError, match=message):
+            longer.stream(ids, max_new_tokens=4, cache=wrong)
+    options = {"max_new_tokens": 9, "eos_token_id": []}
+    assert torch.equal(model.generate(ids, cache=longer.make_cache(1, 60), **options), model.generate(ids, **options))
