@@ -129,16 +129,6 @@ def _backward_kernel(
         tl.store(product_ptr + row * n_cols + cols, (value * up).to(dtype), mask=mask)
 
 
-def _glu_backward_into(grad, gate, up, act, dgate, dup, product) -> None:
-    if gate.numel():
-        views = _view(grad, gate, up, dgate, dup)
-        _launch(
-            _backward_kernel, views[1], *views, dgate if product is None else product, views[1].shape[1],
-            *views[0].stride(), *views[1].stride(), *views[2].stride(), views[3].stride(0),
-            ACT=act, EMIT_PRODUCT=product is not None,
-        )  # fmt: skip
-
-
 def _view(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """All tensors as (rows, columns): one long row when all are contiguous."""
     if all(t.is_contiguous() for t in tensors):
@@ -163,38 +153,29 @@ def _glu(gate: torch.Tensor, up: torch.Tensor, act: int) -> torch.Tensor:
     return out
 
 
-def _run_backward(dout, gate, up, dgate, dup, act, emit_product):
-    product = torch.empty(gate.shape if emit_product else (0,), dtype=gate.dtype, device=gate.device)
-    if dgate.numel():
-        dout, gate, up, dgate, dup = _view(dout, gate, up, dgate, dup)
+def _glu_backward_into(grad, gate, up, act, dgate, dup, product) -> None:
+    if gate.numel():
+        views = _view(grad, gate, up, dgate, dup)
         _launch(
-            _backward_kernel, gate, dout, gate, up, dgate, dup, product, gate.shape[1],
-            *dout.stride(), *gate.stride(), *up.stride(), dgate.stride(0), ACT=act, EMIT_PRODUCT=emit_product,
+            _backward_kernel, views[1], *views, dgate if product is None else product, views[1].shape[1],
+            *views[0].stride(), *views[1].stride(), *views[2].stride(), views[3].stride(0),
+            ACT=act, EMIT_PRODUCT=product is not None,
         )  # fmt: skip
-    return product
 
 
 def _glu_backward(
-    dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, act: int, emit_product: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, act: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     dup = torch.empty_like(dgate)
-    return dgate, dup, _run_backward(dout, gate, up, dgate, dup, act, emit_product)
+    _glu_backward_into(dout, gate, up, act, dgate, dup, None)
+    return dgate, dup
 
 
-def _glu_packed_backward(
-    dout: torch.Tensor, gate_up: torch.Tensor, act: int, emit_product: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _glu_packed_backward(dout: torch.Tensor, gate_up: torch.Tensor, act: int) -> torch.Tensor:
     d = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
-    return d, _run_backward(dout, *gate_up.chunk(2, -1), *d.chunk(2, -1), act, emit_product)
-
-
-def _fake_product(like, emit_product):
-    return like.new_empty(like.shape if emit_product else (0,))
-
-
-def _half(gate_up: torch.Tensor) -> torch.Tensor:
-    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    _glu_backward_into(dout, *gate_up.chunk(2, -1), act, *d.chunk(2, -1), None)
+    return d
 
 
 def _setup(ctx, inputs, output):
@@ -203,12 +184,12 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, dout):
-    dgate, dup, _ = _backward_op(dout, *ctx.saved_tensors, ctx.act, False)
+    dgate, dup = _backward_op(dout, *ctx.saved_tensors, ctx.act)
     return dgate if ctx.needs_input_grad[0] else None, dup if ctx.needs_input_grad[1] else None, None
 
 
 def _backward_packed(ctx, dout):
-    return _packed_backward_op(dout, *ctx.saved_tensors, ctx.act, False)[0], None
+    return _packed_backward_op(dout, *ctx.saved_tensors, ctx.act), None
 
 
 _glu_op = register(
@@ -221,14 +202,14 @@ _glu_op = register(
 _packed_op = register(
     "glu_packed(Tensor gate_up, int act) -> Tensor",
     lambda gate_up, act: _glu(*gate_up.chunk(2, -1), act),
-    lambda gate_up, act: _half(gate_up),
+    lambda gate_up, act: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
     setup_context=_setup,
     backward=_backward_packed,
 )
 _backward_op = register(
-    "glu_backward(Tensor dout, Tensor gate, Tensor up, int act, bool emit_product) -> (Tensor, Tensor, Tensor)",
+    "glu_backward(Tensor dout, Tensor gate, Tensor up, int act) -> (Tensor, Tensor)",
     _glu_backward,
-    lambda dout, gate, up, act, emit: (gate.new_empty(gate.shape), up.new_empty(up.shape), _fake_product(gate, emit)),
+    lambda dout, gate, up, act: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
     backward=no_second_derivative,
 )
 _backward_into_op = register(
@@ -238,9 +219,9 @@ _backward_into_op = register(
     lambda *_: None,
 )
 _packed_backward_op = register(
-    "glu_packed_backward(Tensor dout, Tensor gate_up, int act, bool emit_product) -> (Tensor, Tensor)",
+    "glu_packed_backward(Tensor dout, Tensor gate_up, int act) -> Tensor",
     _glu_packed_backward,
-    lambda dout, gate_up, act, emit: (gate_up.new_empty(gate_up.shape), _fake_product(_half(gate_up), emit)),
+    lambda dout, gate_up, act: gate_up.new_empty(gate_up.shape),
     backward=no_second_derivative,
 )
 
@@ -287,30 +268,11 @@ def swiglu_packed(gate_up: torch.Tensor) -> torch.Tensor:
     return swiglu_reference(*gate_up.chunk(2, -1))
 
 
-def swiglu_backward(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, emit_product: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The gradients of ``swiglu``, and with emit_product also its result again, from one pass.
-
-    grad, gate, up: (..., I). Returns (dgate, dup, silu(gate)·up or None), all fresh tensors. For code that recomputes
-    the product in backward in place of keeping it. Not differentiable.
-    """
-    if use_triton(gate) and gate.dtype != torch.float64:
-        dgate, dup, product = _backward_op(grad, gate, up, _SILU, emit_product)
-    else:
-        with torch.enable_grad():
-            leaves = gate.detach().requires_grad_(), up.detach().requires_grad_()
-            product = swiglu_reference(*leaves)
-            dgate, dup = torch.autograd.grad(product, leaves, grad)
-        product = product.detach()
-    return dgate, dup, product if emit_product else None
-
-
 _ACTIVATIONS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "gelu": _GELU_ERF}
 
 
 def glu(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """``swiglu`` ("silu") or ``geglu`` ("gelu_tanh", "gelu"), by name."""
+    """``swiglu`` (activation "silu") or ``geglu`` ("gelu_tanh", "gelu"): the same shapes, dtypes and errors."""
     return _glu_of("glu", gate, up, _ACTIVATIONS[activation])
 
 

@@ -29,7 +29,7 @@ from ligermodels.kernels._launch import (
     on_device_of,
     power_of_two,
 )
-from ligermodels.kernels.rms_norm import sum_rows
+from ligermodels.kernels.rms_norm import inverse_rms, row_mean, sum_rows
 
 _MAX_BLOCK = 16384  # longer rows are walked in blocks of this size
 
@@ -49,16 +49,6 @@ def layer_norm_reference(
     return y.to(x.dtype)
 
 
-@triton.jit
-def _mean(total, n_cols):
-    return tl.div_rn(total, n_cols * 1.0)  # `/` is off by up to two units in the last place
-
-
-@triton.jit
-def _inverse_deviation(sum_of_squares, n_cols, eps):
-    return tl.div_rn(1.0, tl.sqrt_rn(_mean(sum_of_squares, n_cols) + eps))
-
-
 @triton.jit(do_not_specialize=["n_rows"])
 def _forward_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, n_rows, n_cols, x_row, eps,
@@ -68,9 +58,9 @@ def _forward_kernel(
     cols = tl.arange(0, BLOCK)
     mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    mean = _mean(tl.sum(x, axis=1), n_cols)
+    mean = row_mean(tl.sum(x, axis=1), n_cols)
     centred = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = _inverse_deviation(tl.sum(centred * centred, axis=1), n_cols, eps)
+    rstd = inverse_rms(tl.sum(centred * centred, axis=1), n_cols, eps)
     tl.store(mean_ptr + rows, mean, mask=rows < n_rows)
     tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
     y = centred * rstd[:, None]
@@ -91,14 +81,14 @@ def _forward_long_kernel(
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK).to(tl.int64)
         total += tl.load(x_ptr + row * x_row + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-    mean = _mean(tl.sum(total, axis=0), n_cols)
+    mean = row_mean(tl.sum(total, axis=0), n_cols)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK).to(tl.int64)
         x = tl.load(x_ptr + row * x_row + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
         centred = tl.where(cols < n_cols, x - mean, 0.0)
         squares += centred * centred
-    rstd = _inverse_deviation(tl.sum(squares, axis=0), n_cols, eps)
+    rstd = inverse_rms(tl.sum(squares, axis=0), n_cols, eps)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
     for start in range(0, n_cols, BLOCK):
@@ -143,8 +133,8 @@ def _backward_kernel(
             grad = dy
             if HAS_WEIGHT:
                 grad = dy * weight
-            average = _mean(tl.sum(grad, axis=1), n_cols)[:, None]
-            projection = _mean(tl.sum(grad * normed, axis=1), n_cols)[:, None]
+            average = row_mean(tl.sum(grad, axis=1), n_cols)[:, None]
+            projection = row_mean(tl.sum(grad * normed, axis=1), n_cols)[:, None]
             dx = (grad - average - normed * projection) * rstd
             tl.store(dx_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     out = pid.to(tl.int64) * n_cols + cols
@@ -172,7 +162,7 @@ def _backward_long_dx_kernel(
             grad *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
         grads += grad
         products += grad * normed
-    average, projection = _mean(tl.sum(grads, axis=0), n_cols), _mean(tl.sum(products, axis=0), n_cols)
+    average, projection = row_mean(tl.sum(grads, axis=0), n_cols), row_mean(tl.sum(products, axis=0), n_cols)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK).to(tl.int64)
         mask = cols < n_cols

@@ -75,14 +75,14 @@ def add_rms_norm_reference(
 
 
 @triton.jit
-def _mean(total, n_cols):
+def row_mean(total, n_cols):
     return tl.div_rn(total, n_cols * 1.0)  # `/` is off by up to two units in the last place
 
 
 @triton.jit
-def _inverse_rms(sum_of_squares, n_cols, eps):
+def inverse_rms(sum_of_squares, n_cols, eps):
     # correctly rounded, unlike rsqrt: one value a row, so it costs nothing and every element profits
-    return tl.div_rn(1.0, tl.sqrt_rn(_mean(sum_of_squares, n_cols) + eps))
+    return tl.div_rn(1.0, tl.sqrt_rn(row_mean(sum_of_squares, n_cols) + eps))
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -102,7 +102,7 @@ def _forward_kernel(
         x = (x.to(tl.float32) + tl.load(residual, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
         tl.store(total_ptr + out, x, mask=mask)
     x = x.to(tl.float32)
-    rstd = _inverse_rms(tl.sum(x * x, axis=1), n_cols, eps)
+    rstd = inverse_rms(tl.sum(x * x, axis=1), n_cols, eps)
     tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
     y = x * rstd[:, None]
     if HAS_WEIGHT:
@@ -130,7 +130,7 @@ def _forward_long_kernel(
             x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
             tl.store(total_ptr + row * n_cols + cols, x, mask=mask)
         squares += x.to(tl.float32) * x.to(tl.float32)
-    rstd = _inverse_rms(tl.sum(squares, axis=0), n_cols, eps)
+    rstd = inverse_rms(tl.sum(squares, axis=0), n_cols, eps)
     tl.store(rstd_ptr + row, rstd)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK).to(tl.int64)
@@ -204,7 +204,7 @@ def _backward_kernel(
         if NEED_DX:
             if HAS_WEIGHT:
                 grad *= weight.to(tl.float32) + offset
-            projection = _mean(tl.sum(grad * normed, axis=1), n_cols)
+            projection = row_mean(tl.sum(grad * normed, axis=1), n_cols)
             dx = (grad - normed * projection[:, None]) * rstd[:, None]
             if HAS_DTOTAL:
                 dx += dtotal.to(tl.float32)
@@ -237,7 +237,7 @@ def _backward_long_dx_kernel(
         if HAS_WEIGHT:
             grad *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32) + offset
         products += grad * normed
-    projection = _mean(tl.sum(products, axis=0), n_cols)
+    projection = row_mean(tl.sum(products, axis=0), n_cols)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK).to(tl.int64)
         mask = cols < n_cols

@@ -42,7 +42,7 @@ FAULTS = {
         "norm", "as_exact_as_eager and float32 and 7",
     ),
     "eps of another model": (
-        "rms_norm", "_mean(sum_of_squares, n_cols) + eps", "_mean(sum_of_squares, n_cols) + 1e-6",
+        "rms_norm", "row_mean(sum_of_squares, n_cols) + eps", "row_mean(sum_of_squares, n_cols) + 1e-6",
         "norm", "as_exact_as_eager and float32 and 7",
     ),
     "gradient of the residual stream dropped": (
