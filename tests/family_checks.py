@@ -19,15 +19,16 @@ import ligermodels
 
 def scaled_hf(config: dict[str, Any], seed: int = 0) -> Any:
     """transformers' model with weights that show faults: normal·0.25, norms off their rest value, biases not 0."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    hf_config = AutoConfig.for_model(**copy.deepcopy(config))
-    model = AutoModelForCausalLM.from_config(hf_config).eval()
-    rest = 0.0 if config["model_type"].startswith("gemma") else 1.0
+    auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    model = auto.from_config(AutoConfig.for_model(**copy.deepcopy(config))).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.25 + (rest if "norm" in name else 0.0))
+            plus_one = config["model_type"].startswith("gemma") and "vision_tower" not in name
+            rest = 1.0 if "norm" in name and name.endswith("weight") and not plus_one else 0.0
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.25 + rest)
     return model
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from bad_folders import HTML, LFS, MARKER, SHARD_1, SHARD_2, Malicious
+from convert_cases import same
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 from tiny import TINY
@@ -20,17 +22,12 @@ from ligermodels.checkpoints_convert.save import parse_size
 from ligermodels.errors import CheckpointError, ConfigError, LigerError
 
 CONFIG = {"model_type": "llama", "vocab_size": 97}
-SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = {"model.embed_tokens.weight": (97, 16), "model.norm.weight": (16,), "lm_head.weight": (97, 16)}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
 
 
 @pytest.fixture
@@ -182,8 +179,6 @@ def entry(**values):
     return with_header(lambda header: header["lm_head.weight"].update(values))
 
 
-LFS = b"version https://git-lfs.example/spec/v1\noid sha256:00\nsize 12345\n"
-HTML = b"<!DOCTYPE html><html><body>Please log in</body></html>"
 FILES = {
     "truncated_tail": (lambda c: c[:-5], r"cut short: 6\d+ bytes expected, 6\d+ found"),
     "truncated_half": (lambda c: c[: len(c) // 2], "cut short: .* bytes expected"),
@@ -292,14 +287,6 @@ def test_quantised_weights_are_refused(tmp_path, kind, dtype, method):
     with pytest.raises(CheckpointError, match=f"looks quantised.*model.q.weight.*{kind}") as error:
         open_checkpoint(tmp_path)
     assert ("gptq" in str(error.value)) == (method is not None)
-
-
-class Malicious:
-    def __reduce__(self):
-        return (Path.touch, (MARKER,))
-
-
-MARKER = Path("MARKER_code_was_run")
 
 
 def test_pickles_are_read_without_running_code(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from pathlib import Path
 from typing import Any
 
 import family_checks as check
@@ -67,31 +66,9 @@ ONE_OF_EACH = ["llava", "llava next", "gemma 3"]
 one_of_each = pytest.mark.parametrize("pair", ONE_OF_EACH, indirect=True, ids=str)
 
 
-def scaled_hf(config: dict[str, Any], seed: int = 0) -> Any:
-    """transformers' model with weights that show faults: normal·0.25, norms off their rest value, biases not 0."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    hf = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**json.loads(json.dumps(config)))).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in hf.named_parameters():
-            plus_one = config["model_type"] == "gemma3" and "vision_tower" not in name
-            rest = 1.0 if "norm" in name and name.endswith("weight") and not plus_one else 0.0
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.25 + rest)
-    return hf
-
-
-def make_pair(config: dict[str, Any], folder: Path) -> tuple[Any, Any]:
-    """(hf, ours), in fp32, from one folder, its config.json as published."""
-    hf = scaled_hf(config)
-    hf.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(config))
-    return hf, ligermodels.from_pretrained(folder)
-
-
 @pytest.fixture(params=VARIANTS, ids=str)
 def pair(request, tmp_path):
-    return make_pair(VARIANTS[request.param], tmp_path)
+    return check.make_pair(VARIANTS[request.param], tmp_path)
 
 
 SIZES = [(30, 60), (61, 29), (56, 57), (20, 90), (97, 31)]  # (height, width): five aspect ratios
@@ -180,7 +157,7 @@ def test_logits_loss_and_all_gradients_equal_transformers(pair, batch):
 
 def test_images_of_five_aspect_ratios_equal_transformers(tmp_path):
     """LLaVA-NeXT, each size alone and all in one padded batch; features are cut and counted as transformers' are."""
-    hf, ours = make_pair(NEXT, tmp_path)
+    hf, ours = check.make_pair(NEXT, tmp_path)
     grids = {ours.config.grid(*size) for size in SIZES}
     assert len(grids) >= 3 and len({ours.config.image_tokens(*size) for size in SIZES}) == 5
     for size in SIZES:
@@ -210,7 +187,7 @@ def test_all_sizes_have_the_tokens_and_features_of_transformers():
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory):
-    return make_pair(GEMMA3 | {"mm_tokens_per_image": 16}, tmp_path_factory.mktemp("gemma"))
+    return check.make_pair(GEMMA3 | {"mm_tokens_per_image": 16}, tmp_path_factory.mktemp("gemma"))
 
 
 def test_tokens_of_one_image_see_each_other_only_with_token_types(gemma):
@@ -422,7 +399,7 @@ def test_bf16_is_as_close_to_the_truth_as_transformers_bf16(pair, batch, tmp_pat
 
 def test_torch_compile_sees_one_graph(tmp_path):
     small = {"text_config": TEXT | {"num_hidden_layers": 1}, "vision_config": CLIP | {"num_hidden_layers": 1}}
-    _, ours = make_pair(LLAVA | small | {"vision_feature_layer": -1}, tmp_path)
+    _, ours = check.make_pair(LLAVA | small | {"vision_feature_layer": -1}, tmp_path)
     ids, given = prompt(ours.config, [[0, 1], [2]], 60), images(ours.config, 3)
     torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
@@ -451,7 +428,7 @@ def test_published_checkpoints_have_their_parameter_count(name):
 
 
 def test_a_gemma3_folder_gives_the_whole_model_and_its_text_model_stands_alone(tmp_path, ids):
-    hf, ours = make_pair(GEMMA3, tmp_path)
+    hf, ours = check.make_pair(GEMMA3, tmp_path)
     assert isinstance(ours, LigerGemma3Multimodal) and isinstance(ours.language_model, LigerGemma3)
     assert type(LigerGemma3.from_pretrained(tmp_path)) is LigerGemma3Multimodal
     assert ours.config.eos_token_id == [1, 6]
@@ -463,7 +440,7 @@ def test_a_gemma3_folder_gives_the_whole_model_and_its_text_model_stands_alone(t
 
 
 def test_the_text_model_is_the_zoos_own(tmp_path):
-    _, ours = make_pair(LLAVA, tmp_path)
+    _, ours = check.make_pair(LLAVA, tmp_path)
     assert type(ours.language_model) is LigerLlama
     tied = LigerLlava(LigerLlava.config_class.from_hf(VARIANTS["llava, mistral, tied, no projector bias"]))
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
@@ -554,7 +531,7 @@ def test_image_sizes_that_do_not_fit_are_named(sizes, message):
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_on_a_gpu_a_training_step_equals_transformers(name, tmp_path):
     """fp32: the loss and the gradients. bf16: no further from them than transformers in bf16, give or take noise."""
-    hf, on_cpu = make_pair(VARIANTS[name], tmp_path)
+    hf, on_cpu = check.make_pair(VARIANTS[name], tmp_path)
     ids, given = prompt(on_cpu.config, [[0, 1], [2]], 130), images(on_cpu.config, 3)
     ids, given = ids.cuda(), {k: v if k == "image_sizes" else v.cuda() for k, v in given.items()}
     hf_given = given | ({"token_type_ids": (ids == IMAGE).long()} if name.startswith("gemma") else {})
@@ -580,7 +557,7 @@ def test_on_a_gpu_a_training_step_equals_transformers(name, tmp_path):
 @pytest.mark.gpu
 def test_on_a_gpu_a_later_mismatch_is_not_a_number_and_nothing_waits(tmp_path):
     """The first batch is read and raises; later ones do not stall the GPU, so that a mismatch shows in the loss."""
-    make_pair(LLAVA, tmp_path)
+    check.make_pair(LLAVA, tmp_path)
     ours = ligermodels.from_pretrained(tmp_path, device="cuda")
     ids, given = prompt(ours.config, [[0, 1], [2]], 60).cuda(), images(ours.config, 3)
     pixel_values = given["pixel_values"].cuda()
@@ -601,7 +578,7 @@ def test_on_a_gpu_a_later_mismatch_is_not_a_number_and_nothing_waits(tmp_path):
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_on_a_gpu_generation_with_images_equals_the_cpu(name, tmp_path):
     """Captured steps after a prompt with images, one row padded on the left."""
-    _, ours = make_pair(VARIANTS[name], tmp_path)
+    _, ours = check.make_pair(VARIANTS[name], tmp_path)
     ids, given = prompt(ours.config, [[0, 1], [2]], 130), images(ours.config, 3)
     ids[1] = ids[1].roll(4)
     mask = torch.ones_like(ids)
@@ -615,7 +592,7 @@ def test_on_a_gpu_generation_with_images_equals_the_cpu(name, tmp_path):
 @pytest.mark.gpu
 def test_on_a_gpu_long_rows_with_images_equal_the_cpu(tmp_path):
     """1,200 positions take FlexAttention, in which the tokens of an image must see each other too."""
-    _, ours = make_pair(GEMMA3 | {"mm_tokens_per_image": 16}, tmp_path)
+    _, ours = check.make_pair(GEMMA3 | {"mm_tokens_per_image": 16}, tmp_path)
     ids, given = prompt(ours.config, [[0, 1], [2]], 1200).roll(700, dims=1), images(ours.config, 3)
     on_gpu = ligermodels.from_pretrained(tmp_path, device="cuda")
     with torch.no_grad():
