@@ -252,8 +252,8 @@ class CausalLM(nn.Module):
         the mean of the old ("mean": then no new id outweighs all others before it is trained; Hewitt 2021), or 0
         ("zeros"). The parameters are new ones: make the optimizer, and shard, after this.
 
-        Raises LigerError for a size that is none, for one that cuts off the config's bos, eos or pad id, and for a
-        head or an embedding that was wrapped (merge adapters first).
+        Raises LigerError for a size that is none, for one that cuts off the config's bos, eos, pad or image id, and for
+        a head or an embedding that was wrapped (merge adapters first).
         """
         config = getattr(self.config, "text_config", self.config)
         for name, value in (("size", size), ("multiple_of", multiple_of)):
@@ -267,8 +267,10 @@ class CausalLM(nn.Module):
             raise LigerError(
                 f"cannot resize a {type(embedding).__name__} and a {type(head).__name__}: unwrap them first"
             )
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            ids = getattr(config, name)
+        special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        for name in ("image_token_index", "boi_token_index", "eoi_token_index"):  # of models that read images
+            special[name] = getattr(self.config, name, None)
+        for name, ids in special.items():
             for token in ids if isinstance(ids, list) else [] if ids is None else [ids]:
                 if size <= token < config.vocab_size:
                     raise LigerError(f"{name} {token} would not be in a vocabulary of {size}")

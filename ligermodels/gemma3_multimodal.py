@@ -22,6 +22,7 @@ from torch import nn
 from ligermodels.base import CausalLMOutput
 from ligermodels.errors import ConfigError
 from ligermodels.gemma3 import LigerGemma3
+from ligermodels.inputs import need_tensor
 from ligermodels.layers.cache import KVCache
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.multimodal import MultimodalConfig, MultimodalLM
@@ -108,10 +109,12 @@ class LigerGemma3Multimodal(MultimodalLM):
         it); zeros give plain causal attention. Raises LigerError for unfit inputs.
         """
         features = None
+        need_tensor("input_ids", input_ids)
         if pixel_values is not None:
             features = self.project(pixel_values).flatten(0, 1)  # (N·M, H)
             if token_type_ids is None:
                 token_type_ids = (input_ids == self.config.image_token_index).to(torch.int32)
         options: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids}
         options |= {"cu_seqlens": cu_seqlens, "logits_to_keep": logits_to_keep, "token_type_ids": token_type_ids}
-        return self.answer(input_ids, features, labels, cache, num_items_in_batch=num_items_in_batch, **options)
+        options |= {"num_items_in_batch": num_items_in_batch}
+        return self.answer(input_ids, features, self.config.mm_tokens_per_image, labels, cache, **options)

@@ -157,8 +157,8 @@ def stream(
     cache: of ``make_cache(B, …)``, with room for S + max_new_tokens − 1 positions. It may hold the first positions of
         the prompt already: the caller vouches that its ``cache.length`` positions are the first of ``input_ids``, and
         only the rest is run. What it holds afterwards can be cut back with ``cache.rewind``.
-    prompt_inputs: what the model's forward takes beside the ids of a prompt (its images), by argument name; used when
-        the prompt is run from its start.
+    prompt_inputs: what the model's forward takes beside the ids of the prompt (its images), by argument name; of the
+        part that is not in ``cache`` yet.
 
     The arguments are checked at the call, before the first step. The model is in eval mode while the iterator is in
     use; its training flags are restored when it is exhausted, closed or dropped. On a GPU up to four steps are run
@@ -277,7 +277,7 @@ def _device_steps(request: _Request) -> Iterator[Sampler]:
         mask = torch.cat([mask, mask.new_ones(B, new - 1)], dim=1)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
 
-    def run(tokens: Tensor) -> None:
+    def run(tokens: Tensor, **prompt_inputs: Any) -> None:
         past, end = cache.length, cache.length + tokens.shape[1]
         out = model(
             tokens,
@@ -285,12 +285,12 @@ def _device_steps(request: _Request) -> Iterator[Sampler]:
             position_ids=None if positions is None else positions[:, past:end],
             cache=cache,
             logits_to_keep=1,
-            **(request.prompt_inputs if past == 0 else {}),
+            **prompt_inputs,
         )
         sampler(out.logits[:, -1])
 
     try:
-        run(ids[:, cache.length :])
+        run(ids[:, cache.length :], **request.prompt_inputs)
         yield sampler
         if decoder is not None:
             decoder.begin(start)
@@ -300,7 +300,7 @@ def _device_steps(request: _Request) -> Iterator[Sampler]:
                 fed.append(sampler.fed[:, None].clone())
             if border is not None and longest + step - 1 == border:
                 cache.rewind(0)
-                run(torch.cat(fed, dim=1))
+                run(torch.cat(fed, dim=1), **request.prompt_inputs)
                 left = new - step - 1
                 decoder = decode.decoder_for(text_model, cache, B, length, longest + step + 1, sampler, left, lent=lent)
                 if decoder is not None:

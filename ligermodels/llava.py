@@ -121,4 +121,5 @@ class LigerLlava(MultimodalLM):
         features = None if pixel_values is None else self.project(pixel_values).flatten(0, 1)  # (F, H)
         options: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids}
         options |= {"cu_seqlens": cu_seqlens, "logits_to_keep": logits_to_keep}
-        return self.answer(input_ids, features, labels, cache, num_items_in_batch=num_items_in_batch, **options)
+        options |= {"num_items_in_batch": num_items_in_batch}
+        return self.answer(input_ids, features, self.config.features_per_image, labels, cache, **options)

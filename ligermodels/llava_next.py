@@ -21,6 +21,7 @@ from torch import nn
 
 from ligermodels.base import CausalLMOutput
 from ligermodels.errors import ConfigError, LigerError
+from ligermodels.inputs import need_tensor
 from ligermodels.layers.cache import KVCache
 from ligermodels.llava import LigerLlava, LlavaConfig
 
@@ -94,8 +95,9 @@ class LigerLlavaNext(LigerLlava):
         H = config.text_config.hidden_size
         self.image_newline = nn.Parameter(torch.randn(H) * H**-0.5)
 
-    def image_features(self, pixel_values: torch.Tensor, sizes: list[tuple[int, int]]) -> torch.Tensor:
-        """Tiles of N images of these (height, width) in pixels -> (F, H), the features of all images in order."""
+    def image_features(self, pixel_values: torch.Tensor, sizes: list[tuple[int, int]]) -> list[torch.Tensor]:
+        """Tiles of N images of these (height, width) in pixels -> the features of each, (its image tokens, H)."""
+        need_tensor("pixel_values", pixel_values)
         tiles = [1 + rows * columns for rows, columns in (self.config.grid(*size) for size in sizes)]
         if pixel_values.dim() == 5:  # (N, most tiles, C, image_size, image_size), padded
             if pixel_values.shape[0] != len(sizes) or pixel_values.shape[1] < max(tiles):
@@ -107,7 +109,7 @@ class LigerLlavaNext(LigerLlava):
         elif pixel_values.shape[0] != sum(tiles):
             raise LigerError(f"pixel_values hold {pixel_values.shape[0]} tiles, image_sizes ask for {sum(tiles)}")
         features = self.project(pixel_values).split(tiles)  # N times (tiles, P, H)
-        return torch.cat([self.pack(f, *size) for f, size in zip(features, sizes, strict=True)])
+        return [self.pack(f, *size) for f, size in zip(features, sizes, strict=True)]
 
     def pack(self, features: torch.Tensor, height: int, width: int) -> torch.Tensor:
         """(1 + rows·columns, P, H), the whole image and its tiles -> (image_tokens, H)."""
@@ -140,12 +142,14 @@ class LigerLlavaNext(LigerLlava):
         depend on the values, so keep it on the CPU. An image needs ``config.image_tokens(height, width)`` image tokens
         in input_ids. Labels at image tokens are ignored. Raises LigerError for unfit inputs.
         """
-        features = None
+        features, tokens = None, []
         if pixel_values is not None:
-            features = self.image_features(pixel_values, read_sizes(image_sizes))
+            images = self.image_features(pixel_values, read_sizes(image_sizes))  # N times (its image tokens, H)
+            features, tokens = torch.cat(images), [len(image) for image in images]
         options: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids}
         options |= {"cu_seqlens": cu_seqlens, "logits_to_keep": logits_to_keep}
-        return self.answer(input_ids, features, labels, cache, num_items_in_batch=num_items_in_batch, **options)
+        options |= {"num_items_in_batch": num_items_in_batch}
+        return self.answer(input_ids, features, tokens, labels, cache, **options)
 
 
 def read_sizes(image_sizes: torch.Tensor | Sequence[Sequence[int]] | None) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from ligermodels.checkpoints_convert.hf import Checkpoint, read_config
 from ligermodels.checkpoints_convert.rewrites import vision_language
 from ligermodels.config import Config, check_type, resolve_dtype
 from ligermodels.errors import ConfigError, LigerError
-from ligermodels.inputs import check_ids
+from ligermodels.inputs import check_ids, need_tensor
 from ligermodels.layers.cache import KVCache
 from ligermodels.layers.memory import split_level
 from ligermodels.vision import TOWERS, VisionConfig, read_vision_config
@@ -198,25 +199,38 @@ class MultimodalLM(CausalLM):
         self,
         input_ids: torch.Tensor,
         features: torch.Tensor | None,
+        tokens: int | Sequence[int],
         labels: torch.Tensor | None,
         cache: KVCache | None,
         **options: Any,
     ) -> CausalLMOutput:
         """The text model's answer to ids (B, S) whose image tokens are ``features`` (F, H), in the order of the rows.
 
-        Raises LigerError where there are not F image tokens; see ``merge`` for GPUs.
+        ``tokens``: how many of the features an image has, each or all of them alike. Raises LigerError where the image
+        tokens are not those of the images; see ``merge`` for GPUs.
         """
-        prompt = cache is None or cache.length == 0
-        embeddings = self.merge(input_ids, features, prompt)
+        need_tensor("input_ids", input_ids)
+        embeddings = self.merge(input_ids, features, tokens, decodes=cache is not None and cache.length > 0)
+        if labels is not None:
+            need_tensor("labels", labels)
         if labels is not None and labels.shape == input_ids.shape:
             labels = labels.masked_fill(input_ids == self.config.image_token_index, -100)  # nobody says an image token
         return self.language_model(input_ids, inputs_embeds=embeddings, labels=labels, cache=cache, **options)
 
-    def merge(self, input_ids: torch.Tensor, features: torch.Tensor | None, prompt: bool = True) -> torch.Tensor | None:
+    def merge(
+        self,
+        input_ids: torch.Tensor,
+        features: torch.Tensor | None,
+        tokens: int | Sequence[int],
+        *,
+        decodes: bool = False,
+    ) -> torch.Tensor | None:
         """(B, S, H): embeddings of the ids, but ``features`` (F, H) in the places of the image tokens, in order.
 
-        None where there are no features. Image tokens are counted where values can be read without waiting, and on a
-        GPU in the first batch; if a later batch there has another count than F, its features are NaN, and so the loss.
+        Image tokens are counted, and no row may end within an image, where values can be read without waiting, and on a
+        GPU in the first batch. If a later batch there has another count, its image tokens are NaN, and so the loss.
+        With ``decodes`` a single token a row may be an image token that the model itself has said. None where there are
+        neither features nor image tokens.
         """
         compiling = torch.compiler.is_compiling()
         capturing = input_ids.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -224,18 +238,15 @@ class MultimodalLM(CausalLM):
         check_ids(input_ids, self.config.vocab_size, read_on_gpu=read)
         is_image = input_ids == self.config.image_token_index
         wanted = 0 if features is None else features.shape[0]
-        if read and not input_ids.is_meta and (prompt or features is not None):
-            counts = is_image.sum(1).tolist()
-            if sum(counts) != wanted:
-                raise LigerError(
-                    f"input_ids hold {sum(counts)} image tokens (id {self.config.image_token_index}; by row "
-                    f"{', '.join(map(str, counts[:16]))}), but pixel_values give {wanted} image features. "
-                    "ImageProcessor.expand writes as many tokens as an image has features; truncation may cut them off"
-                )
+        said = decodes and input_ids.shape[1] == 1 and features is None
+        if read and not input_ids.is_meta and not said:
+            self._check_counts(is_image.sum(1).tolist(), wanted, tokens)
         if not compiling:
             self._ids_checked = True
         if features is None:
-            return None
+            if read or said:
+                return None
+            return self.model.embed_tokens(input_ids).masked_fill(is_image[..., None], torch.nan)
         embeddings = self.model.embed_tokens(input_ids.masked_fill(is_image, 0))
         flat = embeddings.flatten(0, 1)  # (B, S, H) -> (B·S, H)
         seen = is_image.flatten().cumsum(0)
@@ -246,6 +257,23 @@ class MultimodalLM(CausalLM):
         if not read:
             features = features.masked_fill(seen[-1] != wanted, torch.nan)
         return flat.index_copy(0, place, features).view_as(embeddings)
+
+    def _check_counts(self, rows: list[int], wanted: int, tokens: int | Sequence[int]) -> None:
+        """Raise LigerError unless the image tokens of each row are those of whole images, ``wanted`` in all."""
+        found = (
+            f"input_ids hold {sum(rows)} image tokens (id {self.config.image_token_index}; by row "
+            f"{', '.join(map(str, rows[:16]))}), but pixel_values give {wanted} image features"
+        )
+        if sum(rows) != wanted:
+            raise LigerError(
+                f"{found}. ImageProcessor.expand writes as many tokens as an image has features; truncation may cut "
+                "them off"
+            )
+        images = [tokens] * (wanted // tokens) if isinstance(tokens, int) else tokens
+        ends = {0, *itertools.accumulate(images)}
+        for row, end in enumerate(itertools.accumulate(rows)):
+            if end not in ends:
+                raise LigerError(f"{found} ({', '.join(map(str, images[:16]))} an image): row {row} ends within one")
 
     # --------------------------------------------------------------------------------------------------- generation
 
@@ -272,13 +300,14 @@ class MultimodalLM(CausalLM):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """(B, S + new) ids: the prompts (B, S), padded on the left, and what follows. See ``generation.stream``.
 
-        ``pixel_values`` (and, for LLaVA-NeXT, ``image_sizes``) as in ``forward``.
+        ``pixel_values`` (and, for LLaVA-NeXT, ``image_sizes``) as in ``forward``: of all images of the prompts. Where
+        ``cache`` has the first positions already, the images must be all among them, or all behind them.
         """
         return generation.generate(
             self, input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, temperature=temperature,
             top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, eos_token_id=eos_token_id,
             pad_token_id=pad_token_id, stop_strings=stop_strings, tokenizer=tokenizer, seed=seed, logprobs=logprobs,
-            cache=cache, prompt_inputs=self._prompt(pixel_values, image_sizes),
+            cache=cache, prompt_inputs=self._prompt(input_ids, cache, pixel_values, image_sizes),
         )  # fmt: skip
 
     def stream(
@@ -307,14 +336,30 @@ class MultimodalLM(CausalLM):
             self, input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, temperature=temperature,
             top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, eos_token_id=eos_token_id,
             pad_token_id=pad_token_id, stop_strings=stop_strings, tokenizer=tokenizer, seed=seed, logprobs=logprobs,
-            cache=cache, prompt_inputs=self._prompt(pixel_values, image_sizes),
+            cache=cache, prompt_inputs=self._prompt(input_ids, cache, pixel_values, image_sizes),
         )  # fmt: skip
 
     def _prompt(
-        self, pixel_values: torch.Tensor | None, image_sizes: torch.Tensor | None
+        self,
+        input_ids: torch.Tensor,
+        cache: KVCache | None,
+        pixel_values: torch.Tensor | None,
+        image_sizes: torch.Tensor | None,
     ) -> dict[str, torch.Tensor] | None:
-        """What goes with the prompt, for ``generation``; pixel_values on the model's device."""
+        """What goes with the part of the prompt that is not in the cache, for ``generation``; on the model's device."""
         if pixel_values is None:
             return None
+        need_tensor("pixel_values", pixel_values)
+        need_tensor("input_ids", input_ids)
+        if isinstance(cache, KVCache) and cache.length > 0:
+            image = input_ids == self.config.image_token_index
+            cached, new = (int(part.sum()) for part in (image[..., : cache.length], image[..., cache.length :]))
+            if cached and new:
+                raise LigerError(
+                    f"the cache holds {cached} of the prompt's image tokens and {new} are new, so it cannot be told "
+                    "which images are: rewind the cache to before them"
+                )
+            if not new:
+                return None  # the cache has seen them
         found = {"pixel_values": pixel_values.to(self.device)}
         return found if image_sizes is None else found | {"image_sizes": image_sizes}

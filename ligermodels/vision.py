@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ligermodels.config import check_range, check_type
 from ligermodels.errors import ConfigError, LigerError
+from ligermodels.inputs import need_tensor
 from ligermodels.kernels import layer_norm
 from ligermodels.layers.memory import recompute
 
@@ -233,6 +234,7 @@ class VisionTower(nn.Module):
         """(N, C, image_size, image_size) -> (N, P, H), not yet with positions."""
         c, projection = self.config, self.embeddings.patch_embedding
         expected = (c.num_channels, c.image_size, c.image_size)
+        need_tensor("pixel_values", pixel_values)
         if pixel_values.dim() != 4 or pixel_values.shape[1:] != expected or not pixel_values.is_floating_point():
             raise LigerError(
                 f"pixel_values must be floating point images of shape (N, {', '.join(map(str, expected))}), found "

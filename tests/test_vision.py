@@ -344,6 +344,56 @@ def test_tokens_and_features_that_do_not_match_are_both_counted(pair, batch, cha
         ours(ids, **given)
 
 
+@one_of_each
+def test_a_row_that_ends_within_an_image_is_named(pair, batch):
+    """As many image tokens as features, but one of the first row's stands in the second."""
+    _, ours = pair
+    ids, given, _ = batch
+    ids[0, (ids[0] == IMAGE).nonzero()[0]] = 5
+    ids[1, 1] = IMAGE
+    with pytest.raises(LigerError, match="row 0 ends within one"):
+        ours(ids, **given)
+
+
+@one_of_each
+def test_a_warm_cache_may_hold_the_images_or_the_text_before_them(pair, batch):
+    _, ours = pair
+    ids, given, _ = batch
+    options = {"max_new_tokens": 6, "eos_token_id": [], **given}
+    expected = ours.generate(ids, **options)
+    last = int((ids == IMAGE).any(0).nonzero()[-1]) + 1
+    for cut, seen in ((2, {}), (last, given)):
+        cache = ours.make_cache(2, ids.shape[1] + 6)
+        with torch.no_grad():
+            ours(ids[:, :cut], cache=cache, **seen)
+        assert torch.equal(ours.generate(ids, cache=cache, **options), expected)
+    cache = ours.make_cache(2, ids.shape[1] + 6)
+    ours(ids[:, :2], cache=cache)
+    with pytest.raises(LigerError, match=r"image tokens .* give 0 image features"):
+        ours(ids[:, 2:], cache=cache)
+    cache = ours.make_cache(2, ids.shape[1] + 6)
+    with torch.no_grad():
+        ours.language_model(ids[:, : last - 2], cache=cache)
+    with pytest.raises(LigerError, match="cannot be told which images are"):
+        ours.generate(ids, cache=cache, **options)
+
+
+@one_of_each
+def test_what_is_no_tensor_is_named(pair, batch):
+    _, ours = pair
+    ids, given, _ = batch
+    for name in ("input_ids", "labels", "pixel_values"):
+        arguments = {"input_ids": ids, "labels": ids, **given}
+        with pytest.raises(LigerError, match=f"{name} must be a tensor, found list"):
+            ours(**arguments | {name: arguments[name].tolist()})
+
+
+def test_the_vocabulary_keeps_the_image_token(tmp_path):
+    _, ours = check.make_pair(LLAVA, tmp_path)
+    with pytest.raises(LigerError, match="image_token_index 96"):
+        ours.resize_vocab(90)
+
+
 def elements_kept(forward: Any) -> int:
     """How many elements autograd keeps of this forward. (Under foreign hooks "fast" keeps as much as "none".)"""
     sizes: list[int] = []
@@ -414,8 +464,10 @@ def test_a_mismatch_that_cannot_be_read_makes_the_features_not_a_number(tmp_path
     ids = prompt(model.config, [[0, 1], [2]], 60)
     merge = torch.compile(model.merge, fullgraph=True, backend="eager", dynamic=True)
     for count in (47, 48, 49):
-        embeddings = merge(ids, torch.ones(count, 64))
+        embeddings = merge(ids, torch.ones(count, 64), 16)
         assert embeddings[ids == IMAGE].isnan().any() == (count != 48)
+    without = merge(ids, None, 16)  # images that were forgotten
+    assert without[ids == IMAGE].isnan().all() and without[ids != IMAGE].isfinite().all()
 
 
 PUBLISHED = check.published("llava", "llava_next", "gemma3")
