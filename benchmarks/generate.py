@@ -87,8 +87,9 @@ def build(peer: str, model: str, dtype, device: str):
                 p.fill_(0.0 if name.endswith("bias") else 1.0)
             elif "embed_tokens" in name or "lm_head" in name:
                 p.normal_(0.0, 0.02, generator=generator)
-            else:  # what a layer adds is as large as what it is given, or larger
-                p.normal_(0.0, 2.0 * p.shape[1] ** -0.5, generator=generator)
+            else:  # what a layer adds is as large as what it is given; were it twice as large, bf16 itself (also
+                # transformers') would miss half of the likeliest tokens, and with half of it all tokens are one
+                p.normal_(0.0, p.shape[1] ** -0.5, generator=generator)
     return built.eval()
 
 

@@ -106,17 +106,22 @@ def transformers_layer(size: tuple[int, ...], experts: str) -> Callable:
         from transformers import MixtralConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-        e, k, d, i = size
-        config = MixtralConfig(hidden_size=d, intermediate_size=i, num_local_experts=e, num_experts_per_tok=k)
-        config._experts_implementation = experts
-        with torch.device("meta"):
-            block = MixtralSparseMoeBlock(config)
-            if experts == "liger":
-                block.experts = liger_experts()(config)
+        experts_class = liger_experts() if experts == "liger" else None
+
+        @functools.cache
+        def block(e: int, d: int, i: int):  # errors are judged at a smaller size than times
+            config = MixtralConfig(hidden_size=d, intermediate_size=i, num_local_experts=e, num_experts_per_tok=size[1])
+            config._experts_implementation = experts
+            with torch.device("meta"):
+                found = MixtralSparseMoeBlock(config)
+                if experts_class is not None:
+                    found.experts = experts_class(config)
+            return found
 
         def run(x, router, gate_up, down):
             names = {"gate.weight": router, "experts.gate_up_proj": gate_up, "experts.down_proj": down}
-            return torch.func.functional_call(block, names, (x[None],))[0]
+            e, d, i = down.shape
+            return torch.func.functional_call(block(e, d, i), names, (x[None],))[0]
 
         return run
 

@@ -10,6 +10,7 @@ python benchmarks/readme_table.py --check    # only say (exit code 1) whether th
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -31,6 +32,60 @@ KERNELS_HEAD = """\
 |---|---|---|---|---|---|---|---|"""
 
 
+DECODE_HEAD = """\
+| decoding: model, prompts at once | | tokens/s | of the memory's limit | ms a step |
+|---|---|---|---|---|"""
+EXPERTS_HEAD = """\
+| mixture of experts: layer, tokens | | ms forward | + backward | of the products' ceiling | MiB beyond the gradients |
+|---|---|---|---|---|---|"""
+
+
+def decode_rows(report: dict) -> list[str]:
+    """One line for each peer and case of a result file of generate.py; reading a long prompt is one of the cases."""
+    lines = []
+    for r in sorted(report["results"], key=lambda r: r["case"]):
+        model, rows = r["case"].rsplit("-", 1)
+        name = f"Llama {model.upper()}, " + (
+            f"reading {report['settings']['prefill']:,}" if rows == "prefill" else rows
+        )
+        bound, step = (f"{r[k]:{f}}" if k in r else "–" for k, f in (("of_bound", ".0%"), ("step_ms", ".2f")))
+        lines.append(f"| {name} | {r['peer']} | {r['tokens_per_s']:,.0f} | {bound} | {step} |")
+    return lines
+
+
+def expert_rows(report: dict) -> list[str]:
+    """One line for each peer and layer of a result file of moe.py, then its training steps."""
+    lines = []
+    for r in (r for r in report["rows"] if r["op"] == "moe layer"):
+        cells = [f"{r['shape']}, 16,384", r["peer"]]
+        if "failed" in r:
+            cells += ["not measured", *["–"] * 3]
+        else:
+            ceiling = f"{1 / r['forward_to_floor']:.0%}, {1 / r['total_to_floor']:.0%}"
+            cells += [f"{r['forward_ms']:.3g}", f"{r['total_ms']:.3g}", ceiling, mebibytes(r)]
+        lines.append("| " + " | ".join(cells) + " |")
+    steps = "; ".join(
+        f"{r['peer']} {r['tokens_per_s']:,.0f} tokens/s, {r['peak_gib']:.1f} GiB"
+        for r in report["step"]["results"]
+        if "tokens_per_s" in r
+    )
+    return [*lines, "", f"A training step of four layers of Mixtral-8x7B, 2 × 4096: {steps}."]
+
+
+def newest(reports: list[tuple[Path, dict]]) -> list[tuple[Path, dict]]:
+    """The reports without the rows that a later run measured again."""
+    latest: dict[tuple, str] = {}
+    for _, report in reports:
+        for r in report["rows"]:
+            key = r["op"], r["shape"]
+            latest[key] = max(latest.get(key, ""), report["environment"]["date"])
+    found = []
+    for path, report in reports:
+        rows = [r for r in report["rows"] if latest[r["op"], r["shape"]] == report["environment"]["date"]]
+        found += [(path, report | {"rows": rows})] if rows else []
+    return found
+
+
 def kernel_rows(report: dict) -> list[str]:
     """One line for each of our rows of one result file of kernels.py: forward + backward beside the fastest peer."""
     lines = []
@@ -40,7 +95,7 @@ def kernel_rows(report: dict) -> list[str]:
         same = [r for r in report["rows"] if (r["op"], r["shape"]) == (row["op"], row["shape"]) and "total_ms" in r]
         others = [r for r in same if not r["peer"].startswith(("ours", "products"))]
         best = min(others, key=lambda r: r["total_ms"], default=None)
-        cells = [f"{row['op']} {row['shape'].replace('x', ' × ')}", row["peer"]]
+        cells = [f"{row['op']} " + re.sub(r"(?<=[\d)])x(?=[\d(])", " × ", row["shape"]), row["peer"]]
         if "total_ms" not in row:
             cells += ["failed", *["–"] * 5]
         elif best is None:
@@ -119,10 +174,18 @@ def block(folder: Path) -> str:
         for path, report in reports
         if report.get("benchmark") == "kernels" and any("goal_ms" in row for row in report["rows"])
     ]
+    kernels = newest(kernels)
+    decoding, experts = ([(p, r) for p, r in reports if r.get("benchmark") == name] for name in ("generate", "moe"))
     if not steps + kernels:
         return "No figures are committed yet."
     parts = []
-    for found, head, lines_of in ((steps, HEAD, rows), (kernels, KERNELS_HEAD, kernel_rows)):
+    tables = (
+        (steps, HEAD, rows),
+        (decoding, DECODE_HEAD, decode_rows),
+        (experts, EXPERTS_HEAD, expert_rows),
+        (kernels, KERNELS_HEAD, kernel_rows),
+    )
+    for found, head, lines_of in tables:
         if found:
             parts += [head, *(line for _, report in found for line in lines_of(report)), ""]
         if found is steps:
@@ -130,7 +193,7 @@ def block(folder: Path) -> str:
     sweeps = [(path, r) for path, r in reports if r.get("rows") and "best_peer" in r["rows"][0]]
     for _, report in sweeps:
         parts += [*sweep_lines(report), ""]
-    for path, report in steps + kernels + sweeps:
+    for path, report in steps + decoding + experts + kernels + sweeps:
         e = report["environment"]
         versions = ", ".join(
             f"{name} {e[name]}"
