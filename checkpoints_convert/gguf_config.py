@@ -15,26 +15,12 @@ from typing import Any
 import torch
 
 from ligermodels.checkpoints_convert.gguf_file import GGUFTensor, load_tensor
-from ligermodels.checkpoints_convert.gguf_layout import ARCHITECTURES
+from ligermodels.checkpoints_convert.gguf_layout import ARCHITECTURES, CLASSES
 from ligermodels.errors import CheckpointError, ConfigError
 
 __all__ = ["config_of", "metadata_of", "rope_tensors"]
 
 MODEL_TYPE = "ligermodels.model_type"
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "glm": "GlmForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-}
 _PARTIAL = ("phi3", "glm", "glm4")  # rotate a part of each head
 _LARGE = {"gemma2": 46, "gemma3_text": 62}  # the 27Bs, whose scores are scaled by (H / A)^-½ instead of D^-½
 
@@ -111,7 +97,7 @@ def config_of(path: Path, metadata: dict, entries: dict[str, GGUFTensor], dtype:
     theta = need_positive(path, {base: 1e6 if family == "gemma3_text" else 1e4} | metadata, base, float)
     eps = need_positive(path, metadata, f"{architecture}.attention.layer_norm_rms_epsilon", float)
     config = {
-        "architectures": [_CLASSES[family]],
+        "architectures": [CLASSES[family]],
         "model_type": family,
         "hidden_size": hidden,
         "intermediate_size": size("feed_forward_length"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ARCHITECTURES", "Entry", "deinterleave", "interleave", "layout"]
+__all__ = ["ARCHITECTURES", "CLASSES", "Entry", "deinterleave", "interleave", "layout"]
 
 # Hugging Face's model_type → general.architecture.
 ARCHITECTURES = {
@@ -28,6 +28,21 @@ ARCHITECTURES = {
     "phi3": "phi3",
     "glm": "chatglm",
     "glm4": "glm4",
+}
+# Hugging Face's model_type → the class in its config.json.
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
 }
 
 _ATTENTION = {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ligermodels.checkpoints_convert.files import MAX_CONFIG
-from ligermodels.checkpoints_convert.gguf_layout import layout
+from ligermodels.checkpoints_convert.gguf_layout import CLASSES, layout
 from ligermodels.checkpoints_convert.meta import number, whole
 from ligermodels.checkpoints_convert.pth import open_pth
 from ligermodels.checkpoints_convert.streamed import Source, companions, expect_shapes
@@ -65,7 +65,7 @@ def open_litgpt(folder: Path) -> Source:
     names = _names(config)
     qkv = "attn.qkv" if any(".attn.qkv." in name for name in stored.tensors) else "attn.attn"
     biased = ("weight", "bias") if config["model_type"] == "qwen2" else ("weight",)
-    shapes, packed = _shapes(config), {}
+    shapes, packed = {entry.names[0]: entry.shape for entry in layout(config).values()}, {}
     for layer in range(config["num_hidden_layers"]):
         rows = sum(shapes[f"model.layers.{layer}.self_attn.{x}_proj.weight"][0] for x in "qkv")
         for kind in biased:
@@ -143,7 +143,7 @@ def _config(path: Path, said: dict, tensors: dict) -> dict:
     gemma = family.startswith("gemma")
     vocab = whole(path, said, "padded_vocab_size")
     config: dict[str, Any] = {
-        "architectures": [_CLASSES[family]],
+        "architectures": [CLASSES[family]],
         "model_type": family,
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -185,17 +185,6 @@ def _config(path: Path, said: dict, tensors: dict) -> dict:
                 raise CheckpointError(f"{path}: sliding_window_indices must have {layers} entries")
             config["layer_types"] = ["sliding_attention" if i else "full_attention" for i in indices[:layers]]
     return config
-
-
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
 
 
 def _family(path: Path, said: dict, tensors: dict, name: str) -> str:
@@ -249,7 +238,3 @@ def _names(config: dict) -> dict[str, str]:
             for ours, theirs in parts.items()
         }
     return names
-
-
-def _shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    return {entry.names[0]: entry.shape for entry in layout(config).values()}

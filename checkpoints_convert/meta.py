@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from ligermodels.checkpoints_convert.files import read_json
 from ligermodels.checkpoints_convert.gguf_layout import deinterleave, interleave
 from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo
 from ligermodels.checkpoints_convert.pth import open_pth, save_pth
-from ligermodels.checkpoints_convert.save import parse_size, to_json, write_bytes
+from ligermodels.checkpoints_convert.save import parse_size, to_json
 from ligermodels.checkpoints_convert.streamed import (
     Source,
     WorkFolder,
@@ -42,6 +41,8 @@ __all__ = ["open_meta", "write_meta"]
 
 PARAMS = "params.json"
 HF_CONFIG = "hf_config.json"
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "head_dim")  # fmt: skip
 _FILE = re.compile(r"consolidated\.(\d\d)\.pth")
 
 # Ours → theirs, within a layer; and the dimension along which tensor parallelism cuts.
@@ -265,20 +266,26 @@ def _config(folder: Path, params: dict, vocab: int, width: int) -> dict:
             "high_freq_factor": float(number(path, params, "rope_high_freq_factor", 4.0)),
             "original_max_position_embeddings": 8192,
         }
-    if (folder / HF_CONFIG).is_file():
-        beside = read_json(folder / HF_CONFIG)
-        fixed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                 "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")  # fmt: skip
-        scaling = beside.get("rope_scaling")
-        if scaling is not None and not (isinstance(scaling, dict) and scaling.get("factor")):
-            raise CheckpointError(f"{folder / HF_CONFIG}: rope_scaling must be null or an object with a factor")
-        for key in fixed:
-            if beside.get(key, config[key]) != config[key]:
-                raise CheckpointError(
-                    f"{folder / HF_CONFIG}: {key} is {beside[key]!r}, {PARAMS} and tensors say {config[key]!r}"
-                )
-        return config | beside | {key: config[key] for key in fixed} | {"rope_scaling": scaling}
-    return config
+    beside = read_beside(folder, config, (*SIZES, "rms_norm_eps", "rope_theta"))
+    if not beside:
+        return config
+    scaling = beside.get("rope_scaling")
+    if scaling is not None and not (isinstance(scaling, dict) and scaling.get("factor")):
+        raise CheckpointError(f"{folder / HF_CONFIG}: rope_scaling must be null or an object with a factor")
+    return config | beside | {"rope_scaling": scaling}
+
+
+def read_beside(folder: Path, config: Mapping[str, Any], fixed: Sequence[str]) -> dict[str, Any]:
+    """hf_config.json, which says what params.json has no keys for; {} where there is none.
+
+    Raises CheckpointError where it says another value than ``config`` for a ``fixed`` key.
+    """
+    path = folder / HF_CONFIG
+    beside = read_json(path) if path.is_file() else {}
+    for key in fixed:
+        if beside.get(key, config[key]) != config[key]:
+            raise CheckpointError(f"{path}: {key} is {beside[key]!r}, {PARAMS} and tensors say {config[key]!r}")
+    return beside
 
 
 def _longest(vocab: int, theta: float, eps: float, scaled: bool) -> int:
@@ -312,8 +319,7 @@ def write_meta(
     count = _count(source, config, max_shard_size, by_rows)
     files = [f"consolidated.{rank:02d}.pth" for rank in range(count)]
     texts = {PARAMS: to_json(params, PARAMS), HF_CONFIG: to_json(config, HF_CONFIG)}
-    texts |= {name: to_json(content, name) for name, content in source.files.items() if isinstance(content, dict)}
-    copies = {name: path for name, path in source.files.items() if isinstance(path, Path) and name not in texts}
+    copies = source.add_files(texts)
     own = {path.name for path in target.iterdir() if _FILE.fullmatch(path.name)} if target.is_dir() else set()
     order = [PARAMS, *files, *(name for name in (*texts, *copies) if name != PARAMS)]
     shown = {name: source.tensors.get(name, source.tensors["model.embed_tokens.weight"]) for name in names}
@@ -331,10 +337,7 @@ def write_meta(
                     state[meta_name(name)] = _cut(tensor, name, by_rows, rank, count).clone()
                 save_pth(work.path / file, state)
             bar.update(sum(t.nbytes for t in shapes.values()))
-        for name, text in texts.items():
-            write_bytes(work.path / name, text)
-        for name, path in copies.items():
-            shutil.copyfile(path, work.path / name)
+        work.write(texts, copies)
     return target
 
 

@@ -15,7 +15,17 @@ import torch
 from ligermodels.checkpoints_convert.files import read_json
 from ligermodels.checkpoints_convert.gguf_layout import deinterleave, interleave
 from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo
-from ligermodels.checkpoints_convert.meta import HF_CONFIG, PARAMS, heads_of, meta_name, number, shapes_of, whole
+from ligermodels.checkpoints_convert.meta import (
+    HF_CONFIG,
+    PARAMS,
+    SIZES,
+    heads_of,
+    meta_name,
+    number,
+    read_beside,
+    shapes_of,
+    whole,
+)
 from ligermodels.checkpoints_convert.save import to_json
 from ligermodels.checkpoints_convert.streamed import (
     Source,
@@ -31,8 +41,6 @@ __all__ = ["open_mistral", "write_mistral"]
 STEM = "consolidated"
 # What newer files ask for and no model here can.
 _REFUSED = ("quantization", "vision_encoder", "multimodal", "yarn", "llama_4_scaling", "lora", "q_lora_rank")
-_FIXED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-          "num_key_value_heads", "head_dim")  # fmt: skip
 
 
 def open_mistral(folder: Path) -> Source:
@@ -128,15 +136,7 @@ def _config(folder: Path, tensors: dict[str, TensorInfo]) -> dict:
             raise CheckpointError(f"{path}: num_experts is {experts}, but there are {len(tensors)} tensors")
         config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": experts}
         config["num_experts_per_tok"] = whole(path, moe, "num_experts_per_tok")
-    if (folder / HF_CONFIG).is_file():  # what params.json has no keys for; write_mistral puts it there
-        beside = read_json(folder / HF_CONFIG)
-        for key in (*_FIXED, "model_type"):
-            if beside.get(key, config[key]) != config[key]:
-                raise CheckpointError(
-                    f"{folder / HF_CONFIG}: {key} is {beside[key]!r}, {PARAMS} and tensors say {config[key]!r}"
-                )
-        return config | beside
-    return config
+    return config | read_beside(folder, config, (*SIZES, "model_type"))
 
 
 def write_mistral(

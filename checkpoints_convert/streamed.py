@@ -61,6 +61,11 @@ class Source:
         tensors = {name: torch.empty(t.shape, dtype=dtype, device="meta") for name, t in self.tensors.items()}
         return replace(self, config=with_dtype(self.config, dtype), tensors=tensors, make=rounded)
 
+    def add_files(self, texts: dict[str, bytes]) -> dict[str, Path]:
+        """Add the files that are given by content to ``texts``; returns those to copy, by name, that are not there."""
+        texts |= {name: to_json(content, name) for name, content in self.files.items() if isinstance(content, dict)}
+        return {name: path for name, path in self.files.items() if isinstance(path, Path) and name not in texts}
+
 
 def to_dtype(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
     """``tensor`` rounded to ``dtype``. Raises CheckpointError where a finite number would become infinite."""
@@ -168,6 +173,13 @@ class WorkFolder:
             raise CheckpointError(f"cannot write to {self.path}: {error}") from error
         return self
 
+    def write(self, texts: Mapping[str, bytes], copies: Mapping[str, Path]) -> None:
+        """The files beside the weights, by name."""
+        for name, text in texts.items():
+            write_bytes(self.path / name, text)
+        for name, path in copies.items():
+            shutil.copyfile(path, self.path / name)
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
             raise CheckpointError(f"could not write {self.path}: {error}") from error
@@ -228,10 +240,7 @@ def write_shards(
     texts, index = dict([config]), f"{stem}.safetensors.index.json"
     if len(shards) > 1:
         texts[index] = to_json(index_of(source.tensors, shards), INDEX)
-    for name, content in source.files.items():
-        if isinstance(content, dict):
-            texts[name] = to_json(content, name)
-    copies = {name: path for name, path in source.files.items() if isinstance(path, Path) and name not in texts}
+    copies = source.add_files(texts)
     layout = {name: [str(t.dtype), list(t.shape)] for name, t in source.tensors.items()}
     work = WorkFolder(
         target,
@@ -257,10 +266,7 @@ def write_shards(
             unfinished = work.path / (file + ".tmp")
             write_safetensors(unfinished, wanted, make)
             os.replace(unfinished, work.path / file)
-        for name, text in texts.items():
-            write_bytes(work.path / name, text)
-        for name, path in copies.items():
-            shutil.copyfile(path, work.path / name)
+        work.write(texts, copies)
     return target
 
 
