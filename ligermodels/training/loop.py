@@ -91,7 +91,8 @@ def train(
     finite; when the data ends; Interrupted after SIGINT or SIGTERM.
     """
     write = write or model.save_pretrained
-    checkpoints, optimizer = Checkpoints(out, keep=settings.keep), _optimizer(model, settings)
+    checkpoints = Checkpoints(out, keep=settings.keep)
+    optimizer = AdamW(model, master=settings.master, weight_decay=settings.weight_decay)
     torch.manual_seed(settings.seed)
     first = _restore(checkpoints, optimizer, data, settings, resume)
 
@@ -148,10 +149,6 @@ def evaluate(model: CausalLM, batches: Sequence[Batch]) -> float:
         total += model(ids, labels=labels, cu_seqlens=bounds, num_items_in_batch=count, logits_to_keep=1).loss
     model.train(training)
     return total.item()
-
-
-def _optimizer(model: CausalLM, settings: Settings) -> AdamW:
-    return AdamW(model, master=settings.master, weight_decay=settings.weight_decay)
 
 
 def _next(data: Loader, count: int, step: int) -> list[Batch]:
