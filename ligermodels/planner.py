@@ -19,8 +19,10 @@ rank the choices.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -248,7 +250,7 @@ class _Step:
         self.blocks = [block_of(layer) for layer in self.layers]
         self.tokens, self.seq = batch * seq, seq
         self.size = model.dtype.itemsize
-        parameters = {id(p): p for p in model.parameters()}.values()
+        parameters = list(model.parameters())  # a tied one once
         trained = [p for p in parameters if p.requires_grad]
         self.weights = sum(p.nbytes for p in parameters)
         each = (2 * p.element_size() if state_bytes is None else state_bytes for p in trained)
@@ -272,7 +274,6 @@ class _Step:
         self.loss = max(3 * self.stream + wide + buffer, 3 * self.stream + wide + self.head_gradient)
         if type(head) is not nn.Linear:
             self.loss = 3 * self.stream + 3 * self.size * 2**27
-        self.keep_host_free = 0.0
 
     def kept_gradients(self, after: int) -> int:
         """Bytes of gradients that exist when the backward comes to layer ``after``."""
@@ -284,13 +285,10 @@ class _Step:
 
     def timeline(self, chosen: Sequence[_Option], lag: int) -> list[tuple[int, int]]:
         """(bytes, layer) of each point; layer L is the loss, −1 the embedding and the update."""
-        count, total = len(self.blocks), 0
-        prefix = [0]
-        for option in chosen:
-            prefix.append(prefix[-1] + option.kept)
-        points = []
+        count = len(self.blocks)
+        prefix = [0, *itertools.accumulate(option.kept for option in chosen)]
         accumulated = self.all_gradients if self.accumulates else 0
-        points.append((self.static + accumulated + prefix[-1] + self.loss, count))
+        points = [(self.static + accumulated + prefix[-1] + self.loss, count)]
         for i in reversed(range(count)):
             option, b = chosen[i], self.blocks[i]
             fetched = sum(o.host for o in chosen[max(0, i - lag) : i + 1])
@@ -439,7 +437,7 @@ class _TooLarge(Exception):
 def _search(
     step: _Step, options: list[list[_Option]], usable: int, host: int, lag: int, forward: list[float]
 ) -> list[_Option]:
-    fastest: Callable[[_Option], float] = lambda o: o.cost  # noqa: E731
+    fastest = operator.attrgetter("cost")
     chosen = [min(layer, key=fastest) for layer in options]
 
     def usage(option: _Option, own: bool) -> int:
