@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
+from scripts import load
 
-ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {
     "device": "GPU",
     "date": "2026-12-01T00:00:00Z",
@@ -17,13 +15,6 @@ ENVIRONMENT = {
     "torch": "2.11",
     "triton": None,
 }
-
-
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def row(peer: str, ms: float | None, mib: float = 0.0, shape: str = "8x4x100", **more) -> dict:
@@ -47,14 +38,14 @@ def tokens_report() -> dict:
 
 
 def test_each_kernel_stands_beside_its_fastest_peer():
-    fast, lean, alone = load("readme_table").kernel_rows(kernels_report())
+    fast, lean, alone = load("benchmarks/readme_table.py").kernel_rows(kernels_report())
     assert fast == "| linear_cross_entropy 8 × 4 × 100 | ours fast | 2 | compile | 2.5 | 0.80 | 1,500 | 4,000 |"
     assert lean == "| linear_cross_entropy 8 × 4 × 100 | ours lean | 3 | compile | 2.5 | 1.20 | 9 | 4,000 |"
     assert alone.endswith("| ours fast | 1 | – | – | – | 0 | – |")
 
 
 def test_sweeps_stay_out_of_the_table(tmp_path):
-    table = load("readme_table")
+    table = load("benchmarks/readme_table.py")
     (tmp_path / "tokens.json").write_text(json.dumps(tokens_report()))
     assert table.block(tmp_path) == "No figures are committed yet."
     (tmp_path / "kernels.json").write_text(json.dumps(kernels_report()))
@@ -68,7 +59,7 @@ def test_plots(tmp_path, monkeypatch):
     for name, report in (("kernels", kernels_report()), ("tokens", tokens_report())):
         (tmp_path / f"{name}.json").write_text(json.dumps(report))
     monkeypatch.setattr(sys, "argv", ["plot.py", *map(str, sorted(tmp_path.glob("*.json")))])
-    load("plot").main()
+    load("benchmarks/plot.py").main()
     bars, lines = ((tmp_path / f"{name}.svg").read_text() for name in ("kernels", "tokens"))
     assert "<!-- compile -->" in bars and "<!-- ours = 1" not in bars
     assert "<!-- liger -->" in lines and "tokens" in lines

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import ROOT, load
 from tiny_chat import write_tiny_chat_model
 
 from ligermodels import LigerLlama, LlamaConfig, Tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
 STORY = ROOT / "examples" / "data" / "lamp_at_corrin.txt"
 
 
 @pytest.fixture(scope="module")
 def example():
     """examples/train.py as a module."""
-    spec = importlib.util.spec_from_file_location("train", ROOT / "examples" / "train.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("examples/train.py")
 
 
 def script(monkeypatch, name, *arguments):
@@ -291,9 +286,7 @@ def test_the_step_benchmark_gives_both_peers_the_same_weights_and_tokens(tmp_pat
 
 
 def test_the_convergence_benchmark_trains_both_sides_alike_and_draws_it(tiny, tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("convergence", ROOT / "benchmarks" / "convergence.py")
-    convergence = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(convergence)
+    convergence = load("benchmarks/convergence.py")
     out = tmp_path / "result.json"
     options = ["--device", "cpu", "--dtype", "float32", "--steps", 3, "--batch", 1, "--seq", 24, "--lr", 1e-2]
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -311,9 +304,7 @@ def test_the_convergence_benchmark_trains_both_sides_alike_and_draws_it(tiny, tm
 
 
 def test_a_peer_that_crashes_or_runs_out_of_memory_is_a_line_of_the_table():
-    spec = importlib.util.spec_from_file_location("step", ROOT / "benchmarks" / "step.py")
-    step = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(step)
+    step = load("benchmarks/step.py")
     good = dict(tokens_per_s=100.0, tflops=1.0, first_loss=12.0, last_loss=11.0)
     results = [dict(peer="ours", **good), dict(peer="hf", out_of_memory=True), dict(peer="liger", error="exit 1: no")]
     assert "out of memory" in step.table(results) and "FAILED: exit 1: no" in step.table(results)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import runpy
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripts import load
 from tiny_llava import IMAGE, write_tiny_llava
 
 import ligermodels
@@ -81,9 +81,7 @@ def test_a_wrong_image_is_one_clear_line(folder, monkeypatch, capsys):
 
 def test_the_example_stays_short_and_supervises_answers_alone(folder):
     assert len(SCRIPT.read_text().splitlines()) <= 100
-    spec = importlib.util.spec_from_file_location("finetune_llava", SCRIPT)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load("examples/finetune_llava.py")
     tokenizer, processor = Tokenizer.from_pretrained(folder), ImageProcessor.from_pretrained(folder)
     records = [json.loads(line) for line in (folder.parent / "data.jsonl").read_text().splitlines()]
     batch = example.encode(records, tokenizer, processor, "{image}{question}", folder.parent)

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
+from scripts import ROOT, load
 from tiny_chat import write_tiny_chat_model
 from tiny_llava import write_tiny_llava
 
 import ligermodels
 from ligermodels.image_processor import ImageProcessor
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def load(path: str):
-    """A script of the project as a module."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_every_python_snippet_runs(tmp_path, monkeypatch):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from families import tiny_model
+from scripts import ROOT, load
 from torch.nn.attention import SDPBackend
 
 from ligermodels import LigerError
@@ -18,7 +17,6 @@ from ligermodels.layers import attention as attention_file
 from ligermodels.training.graph import GraphedStep
 from ligermodels.training.in_backward import AdamWInBackward
 
-ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
@@ -38,13 +36,6 @@ def train(model, optimizer, data, scheduler=None):
             scheduler.step()
         losses.append(loss.detach())
     return torch.stack(losses)
-
-
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def halving(optimizer):
@@ -224,7 +215,7 @@ def test_the_optimiser_in_backward_on_the_gpu(plain_attention):
 
 @pytest.mark.gpu
 def test_the_training_example_captured_gives_the_losses_of_eager_steps(plain_attention):
-    train_example = load(ROOT / "examples" / "train.py")
+    train_example = load("examples/train.py")
     tokens, losses = batches(1, shape=(1, 4000))[0][0], []
     for cuda_graph in (False, True):
         torch.manual_seed(0)
@@ -250,7 +241,7 @@ def test_a_row_of_the_table_of_training_steps(tmp_path):
 
 
 def test_ours_is_judged_by_its_best_run_that_keeps_to_the_memory():
-    judge = load(ROOT / "benchmarks" / "step.py").judge
+    judge = load("benchmarks/step.py").judge
     results = [
         {"peer": "ours", "tokens_per_s": 130, "peak_gib": 90},
         {"peer": "ours", "tokens_per_s": 106, "peak_gib": 80},
