@@ -29,6 +29,7 @@ from ligermodels.errors import CheckpointError, ConfigError, HubError
 __all__ = ["download", "fetch_headers"]
 
 # What a model needs beside its weights; taken where present. Nothing else is ever fetched.
+_NAMED_TEMPLATE = re.compile(r"additional_chat_templates/[^/\\]+\.jinja")
 _TEXT_FILES = (*TOKENIZER_FILES, "generation_config.json", "preprocessor_config.json", "processor_config.json")
 
 _WEIGHTS = (INDEX, SINGLE, PICKLE_INDEX, PICKLE)  # the first that is there says which files the weights are in
@@ -180,7 +181,8 @@ def _fetch(
             raise HubError(f"{request.name} lacks files that its own {kind} names: {', '.join(absent)}")
     elif weights:
         shards = [kind]
-    for file in (*first[1:], *shards):
+    templates = sorted(file for file in present if _NAMED_TEMPLATE.fullmatch(file))
+    for file in (*first[1:], *templates, *shards):
         get(file)
     _remember(request, folder, commit)
     return folder

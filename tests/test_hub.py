@@ -74,7 +74,13 @@ class Hub:
 def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
     save_checkpoint(tmp_path / "source", TENSORS, {"model_type": "llama"}, max_shard_size=128)
     files = {path.name: path.read_bytes() for path in (tmp_path / "source").iterdir()}
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+    ):
         files[name] = b"{}"
     for name in (
         "README.md",
@@ -151,6 +157,7 @@ def test_exactly_what_is_needed_is_fetched_and_loads(hub, cache):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
     shards = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
     text = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
+    text |= {"additional_chat_templates/tool_use.jinja"}
     assert hub.fetched() == {"config.json", INDEX} | shards | text
 
 
