@@ -457,6 +457,8 @@ class CausalLM(nn.Module):
             raise LigerError(
                 f"labels must have the shape of input_ids {tuple(hidden.shape[:2])}, found {tuple(labels.shape)}"
             )
+        if labels.dtype not in (torch.int64, torch.int32):  # unsigned ones have no -100
+            raise LigerError(f"labels must be int64 or int32, found {labels.dtype}")
         target = shift_labels(labels, cu_seqlens)
         if target.device.type == "cpu" and not torch.compiler.is_compiling() and not (target != -100).any():
             warnings.warn("no label is supervised (all are -100, or rows have one token): the loss is 0", stacklevel=4)
@@ -476,7 +478,7 @@ class CausalLM(nn.Module):
         shape = self._cache_shape()
         return KVCache(
             shape.num_layers, batch_size, max_length, shape.num_key_value_heads, shape.head_dim,
-            dtype=shape.dtype, device=self.device, windows=shape.windows,
+            dtype=self.dtype, device=self.device, windows=shape.windows,
         )  # fmt: skip
 
     def check_cache(self, cache: KVCache) -> None:
@@ -486,7 +488,7 @@ class CausalLM(nn.Module):
     def _cache_shape(self) -> CacheShape:
         c = self.config
         windows = [getattr(layer.self_attn, "window", None) for layer in self.model.layers]
-        return CacheShape(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, self.dtype, windows)
+        return CacheShape(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, windows)
 
     def generate(
         self,

@@ -60,7 +60,7 @@ def generate_file(
 
 def _lines(path: Path) -> list[str]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise LigerError(f"{path}: cannot be read as UTF-8 text: {error}") from error
     return [line for line in text.split("\n") if line.strip()]
@@ -70,7 +70,7 @@ def _parse(line: str, where: str) -> dict[str, Any]:
     """A line as an object with "prompt" or "messages"."""
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise LigerError(f"{where}: not JSON: {error}") from error
     row = {"prompt": row} if isinstance(row, str) else row
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
@@ -103,7 +103,7 @@ def _finished(out: Path, given: list[dict[str, Any]]) -> set[int]:
         with open(out, "r+b") as file:
             file.truncate(len(whole))
     done = set()
-    for n, line in enumerate(whole.decode("utf-8", "replace").splitlines()):
+    for n, line in enumerate(whole.decode("utf-8", "replace").split("\n")[:-1]):  # splitlines cuts at U+2028 too
         try:
             row = json.loads(line)
             index = row["index"]

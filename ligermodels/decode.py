@@ -156,6 +156,8 @@ def decoder_for(
     """
     if not capturable(model, length):
         return None
+    if cache is not None and cache.keys[0].dtype != model.dtype:  # the model's forward converts
+        return None
     capture, fused = model.device.type == "cuda", fusible(model, rows)
     if not capture and not (fused and model.dtype == torch.float32):
         return None

@@ -196,7 +196,7 @@ def stream(
         repetition_penalty=1.0 if repetition_penalty is None else float(repetition_penalty),
         logprobs=bool(logprobs),
     )
-    stop = _StopStrings(stop_strings, tokenizer, len(input_ids)) if stop_strings else None
+    stop = None if stop_strings is None or stop_strings == [] else _StopStrings(stop_strings, tokenizer, len(input_ids))
     return _steps(
         _Request(model, input_ids, attention_mask, int(max_new_tokens), settings, seed, eos_ids, pad_id, stop, cache,
                  prompt_inputs or {})
@@ -414,7 +414,7 @@ class _StopStrings:
     """Watches the text of every row for strings that end it."""
 
     def __init__(self, stop: str | list[str], tokenizer: Any, rows: int):
-        self._strings = [stop] if isinstance(stop, str) else list(stop)
+        self._strings = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, (list, tuple)) else [None]
         if not all(isinstance(s, str) and s for s in self._strings):
             raise LigerError(f"stop_strings: expected a text or a list of them, none empty, got {stop!r}")
         if not hasattr(tokenizer, "stream_decoder"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,6 @@ class CacheShape(NamedTuple):
     num_layers: int
     num_key_value_heads: int
     head_dim: int
-    dtype: torch.dtype
     windows: list[int | None]  # how many keys a query sees, by layer; None: all
 
 
@@ -25,16 +25,10 @@ def check_cache(cache: KVCache, expected: CacheShape) -> None:
     """Raise LigerError unless ``cache`` was made for a model of this kind."""
     if not isinstance(cache, KVCache):
         raise LigerError(f"cache must come from make_cache, found {type(cache).__name__}")
-    keys = cache.keys[0]
-    found = (len(cache.keys), *keys.shape[2:])
+    found = (len(cache.keys), *cache.keys[0].shape[2:])
     if found != expected[:3]:
         raise LigerError(
             f"the cache is of another model: (layers, key/value heads, head_dim) is {found}, expected {expected[:3]}"
-        )
-    if keys.dtype != expected.dtype:
-        raise LigerError(
-            f"the cache holds {keys.dtype}, the model's weights are {expected.dtype}: make the cache with make_cache "
-            "after the model was converted"
         )
     for layer, (kept, seen) in enumerate(zip(cache.windows, expected.windows, strict=True)):
         if kept is not None and (seen is None or kept < seen):
@@ -123,7 +117,8 @@ def normaliser(count: int | float | torch.Tensor, device: torch.device) -> float
     tensor = isinstance(count, torch.Tensor)
     readable = not torch.compiler.is_compiling() and not (tensor and count.device.type != "cpu")
     try:
-        good = (not tensor or count.numel() == 1) and (not readable or bool(count >= 0)) and not isinstance(count, bool)
+        good = not isinstance(count, bool) and (not tensor or (count.numel() == 1 and count.dtype != torch.bool))
+        good = good and (not readable or bool(0 <= count < math.inf))
     except (TypeError, ValueError):
         good = False
     if not good:

@@ -221,10 +221,14 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``. With ``add_special_tokens``, tokenizer.json's post-processor adds its own (such as <s>)."""
+        return self.encoding(text, add_special_tokens).ids
+
+    def encoding(self, text: str, add_special_tokens: bool = True) -> tokenizers.Encoding:
+        """As ``encode``, with the place of each token in ``text`` (``offsets``)."""
         if not isinstance(text, str):
             raise LigerError(f"text: expected a str, got {type(text).__name__}")
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self.backend.encode(text, add_special_tokens=bool(add_special_tokens))
         except TypeError as error:
             raise LigerError(f"text: holds half a surrogate pair, which no UTF-8 can express: {text!r:.80}") from error
 
@@ -303,8 +307,9 @@ class Tokenizer:
         reserved = {"messages", "add_generation_prompt"} & variables.keys()
         if reserved:
             raise LigerError(f"variables: {', '.join(sorted(reserved))} is an argument of its own")
-        if any(not isinstance(tool, Mapping) for tool in variables.get("tools") or ()):
-            raise LigerError('variables["tools"]: expected JSON schemas (dicts), not functions')
+        tools = variables.get("tools") or []
+        if not isinstance(tools, (list, tuple)) or any(not isinstance(tool, Mapping) for tool in tools):
+            raise LigerError('variables["tools"]: expected a list of JSON schemas (dicts), not functions')
         text = self._render(
             {
                 **self.special_tokens,

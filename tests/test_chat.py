@@ -144,6 +144,7 @@ class Terminal:
         self.pid, self.master = pty.fork()
         if self.pid == 0:
             os.environ |= {"OMP_NUM_THREADS": "1", "TERM": "dumb"}
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and their children too
             os.execv(sys.executable, [sys.executable, "-m", "ligermodels", *map(str, arguments)])
         self.screen = ""
 
@@ -230,18 +231,18 @@ def test_wrong_arguments_end_in_one_line(folder, tmp_path):
 def prompts(tmp_path):
     rows = [
         "once upon",
-        {"prompt": "the sea is", "id": 7},
+        {"prompt": "the sea is", "id": 7, "title": "a\u2028b\x85c"},
         {"messages": [{"role": "user", "content": "hi"}]},
         "x",
         "yz",
     ]
     path = tmp_path / "prompts.jsonl"
-    path.write_text("\n\n".join(map(json.dumps, rows)))
+    path.write_text("\ufeff" + "\n\n".join(map(json.dumps, rows)), encoding="utf-8")
     return path
 
 
 def answers(path):
-    return {row["index"]: row for row in map(json.loads, path.read_text().splitlines())}
+    return {row["index"]: row for row in map(json.loads, path.read_text().split("\n")[:-1])}
 
 
 def test_a_file_of_prompts_is_answered_and_resumed_where_it_was_cut(model, tokenizer, prompts, tmp_path):
@@ -257,7 +258,7 @@ def test_a_file_of_prompts_is_answered_and_resumed_where_it_was_cut(model, token
         assert row["completion"] == tokenizer.decode(expected, skip_special_tokens=True)
         assert (row["tokens"], row["finish"]) == (9, "length")
     assert generate_file(model, tokenizer, prompts, out, **options) == 0
-    lines = out.read_text().splitlines()
+    lines = out.read_text().split("\n")
     out.write_text("\n".join(lines[:2]) + "\n" + lines[2][:20])  # killed in the middle of a line
     assert generate_file(model, tokenizer, prompts, out, batch=2, **options) == 3
     assert answers(out) == found
@@ -287,6 +288,7 @@ def test_completions_end_before_the_eos_and_the_stop_string(model, tokenizer, pr
     ("line", "match"),
     [
         ("{", "line 2: not JSON"),
+        ("1" * 5000, "line 2: not JSON"),
         ("[1]", "line 2: expected a text"),
         ('{"prompt": 1}', "must be a text"),
         ('""', "no tok"),

@@ -72,6 +72,10 @@ def test_json_lines_are_read_by_number(tmp_path):
         (b'{"body": "x"}', 'line 2: expected "text" .a string. or "messages" .a list., found body'),
         (b'{"text": 7}', "found text of type int"),
         (b'{"text": ""}', "line 2: nothing to learn from in 0 tokens"),
+        (b'{"text": "a", "text": "b"}', "line 2: not valid JSON: the key 'text' comes twice"),
+        (b'{"text": "a", "n": ' + b"1" * 5000 + b"}", "line 2: not valid JSON: Exceeds the limit"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "y"}]}', "surrogate"),
+        (b'{"tools": 5, "messages": [{"role": "user", "content": "?"}]}', "tools.*expected a list"),
         (b'{"messages": "hi"}', "line 2: messages: expected a list"),
         (
             b'{"messages": [{"role": "user", "content": "?"}]}',
@@ -113,8 +117,8 @@ def test_a_text_file_is_read_in_pieces_that_end_with_a_line(tmp_path, monkeypatc
     pieces = [TextFile(tmp_path / "a.txt")[i] for i in range(len(TextFile(tmp_path / "a.txt")))]
     assert "".join(p.data["text"] for p in pieces) == text and len(pieces) > 8
     assert all(p.data["text"].endswith("\n") for p in pieces[:3])
-    assert [p.data["starts"] for p in pieces] == [True] + [False] * (len(pieces) - 1)
-    assert [p.data["ends"] for p in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert [p.data.starts for p in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert [p.data.ends for p in pieces] == [False] * (len(pieces) - 1) + [True]
     assert pieces[1].where.endswith(f"from line {1 + pieces[0].data['text'].count(chr(10))}")
 
 
@@ -311,6 +315,42 @@ def test_the_order_is_of_seed_and_epoch_and_misses_nothing():
     assert epochs(0) == [first, second] and epochs(1)[0] != first
 
 
+def test_a_record_may_have_any_other_keys_and_a_text_file_a_mark_at_its_start(tmp_path, tokenizer):
+    """Only a piece of a text file is said to go on: "ends" in a user's record is the user's."""
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "starts": false, "ends": 0}\n')
+    (tmp_path / "b.txt").write_bytes("\ufeffone".encode())
+    for name in ("a.jsonl", "b.txt"):
+        batch = next(loader(open_files([tmp_path / name]), encode=Encoder(tokenizer), seq=8))
+        assert tokenizer.decode(batch.input_ids[0, : batch.tokens]) == "one<|im_end|>"
+
+
+def test_every_id_has_a_label():
+    with pytest.raises(LigerError, match="3 ids has 2 labels"):
+        next(loader([{}], encode=lambda _: Document([1, 2, 3], [1, 2]), strict=True))
+
+
+@pytest.mark.parametrize(
+    "change", [{"seq": 8}, {"packing": "concat"}, {"shuffle": False}, {"seed": 1}, {"window": 2}], ids=str
+)
+def test_a_position_means_nothing_to_a_loader_made_otherwise(change):
+    texts, options = documents(*[5] * 20), {"seq": 16, "shuffle": True, "seed": 0}
+    rows = loader(texts, **options)
+    next(rows)
+    with pytest.raises(LigerError, match=f"{next(iter(change))} was .* and is"):
+        loader(texts, **options | change).load_state_dict(rows.state_dict())
+    with pytest.raises(LigerError, match="not the state of a Loader"):
+        loader(texts).load_state_dict({})
+
+
+def test_files_of_another_size_are_not_taken_for_the_same(tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n')
+    state = loader(open_files([path]), encode=Encoder(tokenizer)).state_dict()
+    path.write_text('{"text": "three"}\n')
+    with pytest.raises(LigerError, match=r"bytes was \[16\] and is \[18\]"):
+        loader(open_files([path]), encode=Encoder(tokenizer)).load_state_dict(state)
+
+
 def test_other_data_is_not_taken_for_the_same():
     state = loader(documents(2, 3)).state_dict()
     with pytest.raises(LigerError, match="the data had 2 records, now 3"):
@@ -367,7 +407,15 @@ def test_a_list_of_chats_needs_no_file(tokenizer):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"packing": "best"}, "packing must be"), ({"seq": 1}, "at least 2 tokens"), ({"batch": 0}, "at least 1 row")],
+    [
+        ({"packing": "best"}, "packing must be"),
+        ({"seq": 1}, "seq must be a whole number of at least 2, found 1"),
+        ({"batch": 0}, "batch must be"),
+        ({"batch": 1.5}, "batch must be"),
+        ({"window": 0}, "window must be"),
+        ({"epochs": 0}, "epochs must be"),
+        ({"seed": 2**70}, "seed must be"),
+    ],
 )
 def test_wrong_arguments_are_named(options, message):
     with pytest.raises(LigerError, match=message):

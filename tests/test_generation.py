@@ -717,19 +717,35 @@ def test_a_lent_cache_stays_the_callers(pair):
     assert torch.equal(model.generate(said, cache=cache, **options), model.generate(said, **options))
 
 
-def test_a_cache_that_does_not_fit_is_refused():
-    """Another dtype, or rings too short for this model's window: both would give other tokens, not an error."""
+def test_rings_of_a_shorter_window_are_refused():
+    """They have forgotten what this model would still see."""
     from families import tiny_model
 
     ids = torch.arange(3, 33)[None]
     model, longer = (tiny_model("mistral", sliding_window=w).eval() for w in (4, None))
-    for wrong, message in (
-        (model.make_cache(1, 60), "window of 4"),
-        (copy.deepcopy(longer).half().make_cache(1, 60), "float16"),
-    ):
-        with pytest.raises(LigerError, match=message):
-            longer(ids, cache=wrong)
-        with pytest.raises(LigerError, match=message):
-            longer.stream(ids, max_new_tokens=4, cache=wrong)
+    for call in (longer, lambda ids, cache: longer.stream(ids, max_new_tokens=4, cache=cache)):
+        with pytest.raises(LigerError, match="window of 4 positions, this model sees all"):
+            call(ids, cache=model.make_cache(1, 60))
     options = {"max_new_tokens": 9, "eos_token_id": []}
     assert torch.equal(model.generate(ids, cache=longer.make_cache(1, 60), **options), model.generate(ids, **options))
+
+
+def test_a_cache_of_another_dtype_serves(pair):
+    model, ids = copy.deepcopy(pair[1]), torch.tensor([PROMPTS[2]])
+    cache = model.double().make_cache(1, 40)
+    options = {"max_new_tokens": 9, "eos_token_id": []}
+    assert torch.equal(model.float().generate(ids, cache=cache, **options), model.generate(ids, **options))
+
+
+@pytest.mark.parametrize("stop", [5, "", ["a", ""], ["a", 3], {"a"}])
+def test_stop_strings_that_are_none_are_named(stop):
+    with pytest.raises(LigerError, match="stop_strings: expected a text or a list of them"):
+        generate(Fake(hashed), PROMPT, max_new_tokens=2, stop_strings=stop)
+
+
+@pytest.mark.parametrize("length", [1.0, True, -1, 3])
+def test_a_cache_is_cut_to_a_number_of_positions_that_it_has(length):
+    cache = KVCache(1, 1, 8, 1, 2, dtype=torch.float32, device="cpu")
+    cache.advance(2)
+    with pytest.raises(LigerError, match="a cache of 2 positions cannot be cut to"):
+        cache.rewind(length)

@@ -102,7 +102,7 @@ class KVCache:
 
         That is ``length``, or 0 where a ring has already overwritten keys that the next position would see.
         """
-        if not 0 <= length <= self.length:
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= self.length:
             raise LigerError(f"a cache of {self.length} positions cannot be cut to {length!r}")
         for window, keys in zip(self.windows, self.keys, strict=True):
             if window is not None and max(0, length - window + 1) < self._written - keys.shape[1]:

@@ -88,23 +88,36 @@ class JsonLines:
     def __getitem__(self, index: int) -> Record | None:
         where = f"{self.path}, line {index + 1}"
         line = _read(self.path, self.starts[index], self.starts[index + 1], where)
-        if index == 0:
-            line = line.removeprefix("\ufeff")
         if not line.strip():
             return None
         try:
-            data = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+            data = json.loads(line, object_pairs_hook=_each_key_once)
+        except (ValueError, RecursionError) as error:  # ValueError alone: a number of thousands of digits
             raise LigerError(f"{where}: not valid JSON: {error}") from error
         if not isinstance(data, dict):
             raise LigerError(f"{where}: expected a JSON object, found {type(data).__name__}")
         return Record(where, data)
 
 
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a file. Of two values under one key Python would take the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, times in collections.Counter(key for key, _ in pairs).items() if times > 1)
+        raise ValueError(f"the key {twice!r} comes twice in one object")
+    return found
+
+
+class Piece(dict):
+    """{"text"} that may be a part of a longer text. Attributes, as a user's records have any keys."""
+
+    starts = ends = True  # whether the whole text starts, and ends, with it
+
+
 class TextFile:
     """A text file as records {"text"}: pieces of about 256 KiB that end with a line; a small file is one piece.
 
-    A piece says whether the file ends with it ("ends"), so that only there an end-of-sequence token follows.
+    A piece says whether the file ends with it, so that only there an end-of-sequence token follows.
     """
 
     def __init__(self, path: str | Path):
@@ -123,7 +136,9 @@ class TextFile:
     def __getitem__(self, index: int) -> Record:
         where = f"{self.path}, from line {self.lines[index]}"
         text = _read(self.path, self.starts[index], self.starts[index + 1], where)
-        return Record(where, {"text": text, "starts": index == 0, "ends": index == len(self) - 1})
+        piece = Piece(text=text)
+        piece.starts, piece.ends = index == 0, index == len(self) - 1
+        return Record(where, piece)
 
 
 class Files:
@@ -138,6 +153,10 @@ class Files:
     def __getitem__(self, index: int) -> Record | None:
         part = bisect.bisect_right(self.ends, index)
         return self.parts[part][index - (self.ends[part - 1] if part else 0)]
+
+    def bytes(self) -> list[int]:
+        """Of each file; a run is not resumed on others."""
+        return [part.starts[-1] for part in self.parts]
 
 
 def open_files(paths: Iterable[str | Path]) -> Files:
@@ -174,7 +193,7 @@ def _read(path: Path, start: int, end: int, where: str) -> str:
     if len(content) < end - start:
         raise OSError(f"{path}: became shorter since it was opened")
     try:
-        return content.decode()
+        return content.decode("utf-8" if start else "utf-8-sig")  # some programs mark the start of a file
     except UnicodeDecodeError as error:
         raise LigerError(f"{where}: not UTF-8: {error.reason} at byte {start + error.start} of the file") from error
 
@@ -200,11 +219,11 @@ class Encoder:
             return encode_chat(self.tokenizer, data["messages"], turns=self.turns, variables=variables)
         text = data.get("text")
         if not isinstance(text, str):
-            kind = "" if text is None else f" of type {type(text).__name__}"
+            kind = f" of type {type(text).__name__}" if "text" in data else ""
             raise LigerError(f'expected "text" (a string) or "messages" (a list), found {", ".join(data)}{kind}')
-        ids = self.tokenizer.encode(text, add_special_tokens=data.get("starts", True))
+        ids = self.tokenizer.encode(text, add_special_tokens=getattr(data, "starts", True))
         end = self.tokenizer.eos_token_id
-        if ids and end is not None and data.get("ends", True) and ids[-1] != end:
+        if ids and end is not None and getattr(data, "ends", True) and ids[-1] != end:
             ids.append(end)
         return Document(ids, ids)
 
@@ -243,7 +262,7 @@ def encode_chat(
                 'follows, so what the assistant says cannot be told apart; use turns="last" and one record an answer'
             )
         spans.append((len(before), len(after.rstrip())))  # the line end after an answer's last token is layout
-    encoding = tokenizer.backend.encode(whole, add_special_tokens=False)
+    encoding = tokenizer.encoding(whole, add_special_tokens=False)
     labels, end, spans = [], 0, iter(spans)
     first, last = next(spans)
     for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -289,8 +308,11 @@ class Loader:
     ):
         if packing not in ("fit", "concat"):
             raise LigerError(f'packing must be "fit" or "concat", found {packing!r}')
-        if batch < 1 or seq < 2:
-            raise LigerError(f"a batch needs at least 1 row of at least 2 tokens, found {batch} × {seq}")
+        numbers = {"batch": (batch, 1), "seq": (seq, 2), "window": (window, 1), "seed": (seed, -(2**62)),
+                   "pad_id": (pad_id, 0), "epochs": (1 if epochs is None else epochs, 1)}  # fmt: skip
+        for name, (value, least) in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**62:
+                raise LigerError(f"{name} must be a whole number of at least {least}, found {value!r}")
         self.indexed = hasattr(source, "__len__") and hasattr(source, "__getitem__")
         if shuffle and not self.indexed:
             raise LigerError("a stream has no length to shuffle: give shuffle=False, and let the stream shuffle itself")
@@ -320,16 +342,29 @@ class Loader:
         pool = [(torch.tensor(d.ids), torch.tensor(d.labels), d.whole) for d in self._pool]
         names = ("epoch", "position", "skipped", "cut")
         state = {name: getattr(self, name) for name in names} | {"found": self._found, "pool": pool}
-        return state | {"records": len(self.source) if self.indexed else None}
+        return state | {"records": len(self.source) if self.indexed else None, "made": self._made()}
+
+    def _made(self) -> dict[str, Any]:
+        """What decides which documents come in which order."""
+        made = {name: getattr(self, name) for name in ("seq", "packing", "shuffle", "seed", "window")}
+        return made | ({"bytes": self.source.bytes()} if isinstance(self.source, Files) else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; the source and the arguments must be those of the loader that gave the state.
 
-        Raises LigerError where the source has another number of records.
+        Raises LigerError where the source has another number of records, or its files another size, and where the
+        documents would come in another order or be cut otherwise. ``batch`` and ``epochs`` may be others.
         """
+        names = ("epoch", "position", "skipped", "cut", "found", "pool", "records", "made")
+        if not isinstance(state, Mapping) or (missing := [name for name in names if name not in state]):
+            raise LigerError("not the state of a Loader" + (f": no {missing[0]}" if isinstance(state, Mapping) else ""))
         records = len(self.source) if self.indexed else None
         if state["records"] != records:
             raise LigerError(f"the data had {state['records']} records, now {records}: its position means nothing")
+        before, now = state["made"], self._made()
+        if changed := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
+            listed = ", ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in changed)
+            raise LigerError(f"the data was read otherwise, its position means nothing: {listed}")
         for name in ("epoch", "position", "skipped", "cut"):
             setattr(self, name, state[name])
         self._found, self._order = state["found"], None
@@ -391,7 +426,9 @@ class Loader:
 
         A piece starts with the last token of the one before, so that every token but the first is predicted once.
         """
-        ids, labels, whole = document
+        ids, labels, whole = document = Document(*document)
+        if len(ids) != len(labels):
+            raise LigerError(f"a document of {len(ids)} ids has {len(labels)} labels")
         pieces = [document]
         if whole and len(ids) > self.seq:
             pieces = [Document(ids[: self.seq], labels[: self.seq], whole)]
