@@ -326,9 +326,11 @@ class CausalLM(nn.Module):
         a copy may take. See ``ligermodels.layers.memory``. Raises LigerError for an unknown level or a wrong count.
         """
         layers = self.model.layers
-        levels = [level] * len(layers) if isinstance(level, str) else list(level)
+        levels = [level] * len(layers) if not isinstance(level, Sequence) or isinstance(level, str) else list(level)
         if len(levels) != len(layers):
             raise LigerError(f"{len(levels)} activation memory levels given for {len(layers)} layers")
+        if isinstance(lag, bool) or not isinstance(lag, int) or lag < 1:
+            raise LigerError(f"lag must be a whole number of at least 1, found {lag!r}")
         offloads = [split_level(level)[1] for level in levels]
         self.activation_memory = levels[0] if len(set(levels)) == 1 else tuple(levels)
         self._offload = Offload(lag) if any(offloads) else None

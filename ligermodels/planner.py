@@ -337,7 +337,8 @@ def plan_memory(
     for name, value in (("batch", batch), ("seq", seq), ("accumulation", accumulation)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise LigerError(f"{name} must be a whole number of at least 1, found {value!r}")
-    if not budget_gib > 0 or not 0 <= reserve < 1 or host_gib < 0:
+    numbers = all(isinstance(x, int | float) for x in (budget_gib, reserve, host_gib))
+    if not numbers or not (0 < budget_gib < math.inf and 0 <= reserve < 1 and 0 <= host_gib < math.inf):
         raise LigerError(f"budget_gib must be above 0, reserve from 0 to below 1, host_gib not below 0, found "
                          f"{budget_gib!r}, {reserve!r}, {host_gib!r}")  # fmt: skip
     if accumulation > 1 and optimizer_in_backward:

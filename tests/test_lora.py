@@ -217,6 +217,10 @@ def test_unmerging_restores_every_bit(model, ids):
     unmerge_lora(model, kept)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     assert before.keys() == dict(model.named_parameters()).keys()
+    kept = merge_lora(model, keep=True)
+    model.double()
+    with pytest.raises(LigerError, match=r"was torch.float32 on cpu when it was merged and is torch.float64"):
+        unmerge_lora(model, kept)
 
 
 def test_a_tied_head_is_untied_when_it_is_merged(tmp_path, ids):
@@ -342,12 +346,15 @@ def test_all_linear_leaves_the_head_out(model):
         ({"rank": 0}, "rank must be"),
         ({"dropout": 1.0}, "dropout must be"),
         ({"dtype": "int8"}, "unknown dtype"),
+        ({"alpha": 0}, "alpha must be"),
+        ({"alpha": float("nan")}, "alpha must be"),
+        ({"targets": None}, "targets must be"),
     ],
 )
 def test_wrong_arguments_are_named_and_change_nothing(model, options, message):
     with pytest.raises(LigerError, match=message):
         add_lora(model, **options)
-    assert not lora_modules(model)
+    assert not lora_modules(model) and all(p.requires_grad for p in model.parameters())
 
 
 def test_one_lora_at_a_time(model, tmp_path):

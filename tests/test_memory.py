@@ -287,6 +287,11 @@ def test_unknown_levels_are_named():
             model.set_activation_memory([wrong] * 3)
     with pytest.raises(LigerError, match="2 activation memory levels given for 3 layers"):
         model.set_activation_memory(["fast", "mlp"])
+    with pytest.raises(LigerError, match="must be one of none"):
+        model.set_activation_memory(3)
+    for lag in (0, -1, 1.5):
+        with pytest.raises(LigerError, match="lag must be"):
+            model.set_activation_memory("block+offload", lag=lag)
 
 
 def test_host_memory_is_used_again_and_device_memory_let_go(tokens):

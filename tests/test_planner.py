@@ -157,6 +157,8 @@ def test_ranges_in_the_printed_plan(llama):
     ("options", "named"),
     [
         ({"budget_gib": 0}, "budget_gib"),
+        ({"budget_gib": float("inf")}, "budget_gib"),
+        ({"budget_gib": "80"}, "budget_gib"),
         ({"batch": 0}, "batch"),
         ({"seq": 1.5}, "seq"),
         ({"reserve": 1.0}, "reserve"),

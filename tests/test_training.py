@@ -188,6 +188,12 @@ def test_schedules_rise_stay_and_end_where_they_should(kind):
         (dict(steps=0), "steps must be at least 1, found 0"),
         (dict(lr=0.0), "lr and clip must be above 0"),
         (dict(lr=math.nan), "lr and clip must be above 0"),
+        (dict(lr=math.inf), "lr and clip must be above 0"),
+        (dict(weight_decay=math.nan), "weight_decay and save_every not below"),
+        (dict(steps=1.5), "steps must be int, found 1.5"),
+        (dict(batch=True), "batch must be int"),
+        (dict(lr="1e-3"), "lr must be float, found '1e-3'"),
+        (dict(seed=2**80), "seed must be"),
     ],
 )
 def test_settings_that_make_no_run_are_named(options, message):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 import sys
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 from ligermodels.base import CausalLM
+from ligermodels.config import check_type
 from ligermodels.errors import LigerError
 from ligermodels.training.checkpoint import Checkpoints, StopSignal, random_state, set_random_state
 from ligermodels.training.data import Batch, Loader
@@ -49,11 +52,16 @@ class Settings:
     log_every: int = _option(10, "updates between readings of the loss (each waits for the GPU)")
 
     def __post_init__(self) -> None:
+        for name, hint in typing.get_type_hints(type(self)).items():
+            check_type(name, getattr(self, name), hint)
         for name in ("steps", "batch", "seq", "accumulation", "eval_every", "keep", "log_every"):
             if getattr(self, name) < 1:
                 raise LigerError(f"{name} must be at least 1, found {getattr(self, name)}")
-        if not self.lr > 0 or not self.clip > 0 or self.weight_decay < 0 or self.save_every < 0:
+        good = 0 < self.lr < math.inf and self.clip > 0 and 0 <= self.weight_decay < math.inf
+        if not good or self.save_every < 0:
             raise LigerError("lr and clip must be above 0, weight_decay and save_every not below")
+        if abs(self.seed) >= 2**62:
+            raise LigerError(f"seed must be a whole number of at most 62 bits, found {self.seed}")
         self.share(0)
 
     def share(self, update: int) -> float:

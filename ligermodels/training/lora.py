@@ -109,19 +109,21 @@ def add_lora(
 
     Raises LigerError for a rank, a dropout or a target that does not fit, and where there is a LoRA already.
     """
-    alpha = 2 * rank if alpha is None else alpha
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise LigerError(f"rank must be a whole number of at least 1, found {rank!r}")
-    if not 0 <= dropout < 1:
+    alpha = 2 * rank if alpha is None else alpha
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise LigerError(f"alpha must be a number above 0, found {alpha!r}")
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise LigerError(f"dropout must be at least 0 and below 1, found {dropout!r}")
     if lora_modules(model):
         raise LigerError("the model has a LoRA already: merge it first (merge_lora)")
-    names = _matching(model, targets)
+    names, dtype = _matching(model, targets), resolve_dtype(dtype)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for name in names:
         linear = model.get_submodule(name)
-        wrapped = LoraLinear(linear, rank, alpha, dropout=dropout, rslora=rslora, dtype=resolve_dtype(dtype))
+        wrapped = LoraLinear(linear, rank, alpha, dropout=dropout, rslora=rslora, dtype=dtype)
         _put(model, name, wrapped.train(linear.training))
     return names
 
@@ -137,7 +139,9 @@ def _matching(model: nn.Module, targets: str | Iterable[str]) -> list[str]:
             raise LigerError(f"targets {targets!r} is not a regular expression: {error}") from error
         unmatched = [] if matching else [targets]
     else:
-        targets = list(targets)
+        targets = list(targets) if isinstance(targets, Iterable) else [targets]
+        if not all(isinstance(target, str) for target in targets):
+            raise LigerError(f"targets must be a text or a list of texts, found {targets}")
         fits = {target: {n for n in linears if n == target or n.endswith("." + target)} for target in targets}
         matching = [name for name in linears if any(name in found for found in fits.values())]
         unmatched = [target for target, found in fits.items() if not found] or ([] if targets else ["(none given)"])
@@ -182,7 +186,17 @@ def merge_lora(model: nn.Module, *, keep: bool = False) -> dict[str, LoraLinear]
 
 
 def unmerge_lora(model: nn.Module, kept: dict[str, LoraLinear]) -> None:
-    """Undo ``kept = merge_lora(model, keep=True)``, exactly."""
+    """Undo ``kept = merge_lora(model, keep=True)``, exactly.
+
+    Raises LigerError where the model was moved or converted since then: what was kept was not.
+    """
+    for name, module in kept.items():
+        now, then = model.get_submodule(name).weight, module.weight
+        if (now.device, now.dtype) != (then.device, then.dtype):
+            raise LigerError(
+                f"{name} was {then.dtype} on {then.device} when it was merged and is {now.dtype} on {now.device}: "
+                "put the model back to that first"
+            )
     for name, module in kept.items():
         _put(model, name, module)
         if _is_head(name) and module.weight is model.model.embed_tokens.weight:

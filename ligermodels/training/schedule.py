@@ -30,6 +30,8 @@ def schedule(
             f"a {kind} schedule of {steps} steps cannot have {warmup} of warmup, {decay} of decay and a final share "
             f"of {final}: warmup + decay must not exceed the steps, the share must be between 0 and 1"
         )
+    if step < 0:
+        raise LigerError(f"step must be counted from 0, found {step}")
     if step < warmup:
         return (step + 1) / warmup
     if kind == "constant" or decay == 0:
