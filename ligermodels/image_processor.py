@@ -312,6 +312,8 @@ def _rgb(image: Any) -> Image:
 
 def _as_tensor(image: Any) -> torch.Tensor:
     try:
+        if any(stride < 0 for stride in getattr(image, "strides", None) or ()):  # a flipped view, which torch has not
+            image = image.copy()
         return torch.as_tensor(image)
     except (TypeError, ValueError, RuntimeError) as error:
         raise LigerError(

@@ -107,7 +107,8 @@ def test_arrays_and_tensors_equal_transformers(layout, photos):
         array = array[..., :1]
     expected = pixels(theirs(array))
     array = array.transpose(2, 0, 1) if layout == "chw" else array
-    for given in (array, torch.from_numpy(array.copy()), array[..., 0] if layout == "grey" else array):
+    flipped = array[::-1].copy()[::-1]
+    for given in (array, flipped, torch.from_numpy(array.copy()), array[..., 0] if layout == "grey" else array):
         assert (ours(given).pixel_values - expected).abs().max() <= 1e-6
 
 
