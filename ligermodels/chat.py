@@ -95,10 +95,10 @@ class Chat:
             kept += 1
         inputs = {}
         if self._images is not None:
-            inputs = self._images.to(self.model.device).arguments
             image_id = self.model.config.image_token_index
             if kept <= max(i for i, token in enumerate(ids) if token == image_id):
-                kept = 0  # images are read together with the start of the prompt
+                kept = 0  # images are read together with the start of the prompt, and only then
+                inputs = self._images.to(self.model.device).arguments
         self._cache.rewind(min(kept, self._cache.length))
         self._cached = list(ids)
         steps = generation.stream(
@@ -113,9 +113,14 @@ class Chat:
 
     def _render(self) -> list[int]:
         """The ids of all messages and of the start of an answer."""
-        text = self._template(self._with_image_parts() if self._images is not None else self.messages)
-        if self._images is not None:
+        if self._images is None:
+            text = self._template(self.messages)
+        else:
             mark, wanted = self._processor.placeholder, len(self._images.tokens)
+            try:
+                text = self._template(self._with_image_parts())
+            except LigerError:  # a template that adds texts and finds a list
+                text = ""
             if text.count(mark) != wanted:  # a template that knows no parts, only text
                 messages = [dict(message) for message in self.messages]
                 first = next(message for message in messages if message["role"] == "user")

@@ -6,19 +6,21 @@ import json
 import os
 import re
 import select
-import signal
+import subprocess
 import sys
 import time
 
 import pytest
 import torch
 from tiny_chat import write_tiny_chat_model
+from tiny_llava import write_tiny_llava
 from typer.testing import CliRunner
 
 from ligermodels import LigerError, LigerLlama, Tokenizer
 from ligermodels.batch import generate_file
-from ligermodels.chat import Chat, converse, sampling
+from ligermodels.chat import Chat, converse, load, sampling
 from ligermodels.cli import app
+from ligermodels.image_processor import ImageProcessor
 
 
 @pytest.fixture(scope="module")
@@ -138,45 +140,41 @@ def test_control_characters_of_an_answer_do_not_reach_the_terminal(model, tokeni
 class Terminal:
     """A program on a pseudo-terminal: ``type`` into it, ``wait_for`` a text on its screen."""
 
-    def __init__(self, *arguments):
-        import pty
+    # Forked by a process of its own: this one has threads, and what they hold at a fork is held in the child for ever.
+    # A shell's background jobs ignore SIGINT, and so would their children.
+    SPAWN = """import os, pty, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"""
 
-        self.pid, self.master = pty.fork()
-        if self.pid == 0:
-            os.environ |= {"OMP_NUM_THREADS": "1", "TERM": "dumb"}
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and their children too
-            os.execv(sys.executable, [sys.executable, "-m", "ligermodels", *map(str, arguments)])
+    def __init__(self, *arguments):
+        command = [sys.executable, "-c", self.SPAWN, sys.executable, "-m", "ligermodels", *map(str, arguments)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb"},
+        )  # fmt: skip
         self.screen = ""
 
     def type(self, text):
-        os.write(self.master, text.encode())
+        self.process.stdin.write(text.encode())
 
     def wait_for(self, pattern, seconds=60):
         """Everything up to and with the match, which is then taken off the screen."""
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, self.screen)):
-            ready, _, _ = select.select([self.master], [], [], max(0, end - time.monotonic()))
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0, end - time.monotonic()))
             assert ready, f"no {pattern!r} within {seconds} s on the screen: {self.screen[-500:]!r}"
-            try:
-                self.screen += os.read(self.master, 65536).decode(errors="replace")
-            except OSError:  # the program has ended
-                raise AssertionError(f"ended without {pattern!r}: {self.screen[-800:]!r}") from None
+            new = self.process.stdout.read(65536).decode(errors="replace")
+            assert new, f"ended without {pattern!r}: {self.screen[-800:]!r}"
+            self.screen += new
         text, self.screen = self.screen[: found.end()], self.screen[found.end() :]
         return text
 
     def exit_code(self):
-        for _ in range(300):
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                return os.waitstatus_to_exitcode(status)
-            if select.select([self.master], [], [], 0.1)[0]:
-                try:
-                    os.read(self.master, 65536)
-                except OSError:
-                    time.sleep(0.05)
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        raise AssertionError("the program did not end")
+        try:
+            self.process.communicate(timeout=30)
+        finally:
+            self.process.kill()
+        return self.process.returncode
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +198,7 @@ def test_a_conversation_on_a_terminal(endless):
     terminal = Terminal("chat", endless, "--max-new-tokens", 10_000, "--context", 20_000, "--system", "x")
     terminal.wait_for("/reset starts anew")
     terminal.wait_for("> ")
+    time.sleep(0.5)  # a signal between Python's prompt and its first look at the keyboard waits for the next key
     terminal.type("\x03")
     terminal.wait_for("Ctrl-C stops an answer")
     terminal.wait_for("> ")
@@ -222,6 +221,44 @@ def test_wrong_arguments_end_in_one_line(folder, tmp_path):
     assert "temperature" in result.output and "Traceback" not in result.output
     result = CliRunner().invoke(app, ["chat", str(folder), "--image", "x.png"])
     assert isinstance(result.exception, LigerError) and "reads no images" in str(result.exception)
+
+
+PARTS_TEMPLATE = """{% for m in messages %}<|im_start|>{{ m['role'] }}
+{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}{{
+'<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize("template", [None, PARTS_TEMPLATE], ids=["text", "parts"])
+def test_an_image_is_read_once_and_remembered(tmp_path, template):
+    image_module = pytest.importorskip("PIL.Image")
+    torch.manual_seed(1)
+    folder = write_tiny_llava(tmp_path)
+    if template:
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    model, tokenizer, _ = load(str(folder), dtype="float32", device="cpu")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(5 if p.dim() > 1 else 1)  # else all tokens are about as likely
+    processor = ImageProcessor.from_pretrained(folder)
+    picture = image_module.radial_gradient("L").resize((40, 30)).convert("RGB")
+
+    def chat(messages=()):
+        found = Chat(model, tokenizer, images=[picture], processor=processor, max_new_tokens=6)
+        found.messages = list(messages)
+        return found
+
+    warm = chat()
+    first = "".join(warm.answer("what is it?"))
+    heard = list(warm.messages)
+    again = "".join(warm.answer("and now?"))  # the image is in the cache by now
+    assert again == "".join(chat(heard).answer("and now?")) != first
+    warm.reset()
+    assert "".join(warm.answer("what is it?")) == first
+    blank = Chat(model, tokenizer, images=[picture.point(lambda _: 0)], processor=processor, max_new_tokens=6)
+    assert "".join(blank.answer("what is it?")) != first  # it is the image that is answered about
 
 
 # -------------------------------------------------------------------------------------------------------------- a file
