@@ -418,6 +418,8 @@ class CausalLM(nn.Module):
                 f"{largest} positions, but max_position_embeddings is {trained}: quality may fall beyond it",
                 stacklevel=3,
             )
+        if cache is not None:
+            cache.turned_for = largest
         cos, sin = self.model.rotary_emb(position_ids, largest)
         return Context(cos, sin, visible, cache, position_ids, largest)
 

@@ -254,10 +254,14 @@ def _device_steps(request: _Request) -> Iterator[Sampler]:
     B, S = ids.shape
     length = S + new - 1  # the last token is never fed back
     border = _rope_border(model)
-    longest = S if mask is None or border is None else int(mask.sum(-1).max())  # positions of the longest row
+    by_length = _rope(model).get("rope_type") in ("longrope", "dynamic")
+    longest = int(mask.sum(-1).max()) if mask is not None and by_length else S  # positions of the longest row
     cache = request.cache
-    if cache is not None and border is not None and cache.length <= border < longest:
-        cache.rewind(0)  # the cached keys were turned by the frequencies below the border
+    if cache is not None and by_length:
+        trained = model.config.max_position_embeddings if border is None else border
+        sides = cache.turned_for > trained, longest > trained
+        if sides[0] != sides[1] or (border is None and sides[1] and cache.turned_for != longest):
+            cache.rewind(0)  # the cached keys were turned by other frequencies than this prompt's
     text_model = getattr(model, "language_model", model)  # what reads images is done with them after the prompt
     sampler = Sampler(B, model.config.vocab_size, ids.device, request.settings, request.eos_ids, request.pad_id)
     decoder, lent = None, cache is not None
@@ -456,10 +460,14 @@ def _choose(logits: Tensor, settings: Settings, generator: torch.Generator | Non
     return (p / noise).argmax(-1), usable
 
 
+def _rope(model: Any) -> Mapping[str, Any]:
+    """The settings of the model's rotary embedding; empty where it has none."""
+    return getattr(getattr(getattr(model, "model", None), "rotary_emb", None), "rope", {})
+
+
 def _rope_border(model: Any) -> int | None:
     """The length up to which LongRoPE turns by its short factors, and beyond which by its long ones; None: no such."""
-    rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
-    rope = getattr(rotary, "rope", {})
+    rope = _rope(model)
     return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
 
 

@@ -749,3 +749,34 @@ def test_a_cache_is_cut_to_a_number_of_positions_that_it_has(length):
     cache.advance(2)
     with pytest.raises(LigerError, match="a cache of 2 positions cannot be cut to"):
         cache.rewind(length)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_warm_cache_is_left_where_the_prompt_is_turned_by_other_frequencies(kind):
+    """Cut back from beyond the border to below it; and over it while more slots than positions are filled."""
+    from families import tiny_model
+
+    factors = {"longrope": {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]},
+               "dynamic": {"factor": 4.0}}[kind]  # fmt: skip
+    lengths = {"longrope": {"original_max_position_embeddings": 16}, "dynamic": {"max_position_embeddings": 16}}[kind]
+    family = {"longrope": "phi3", "dynamic": "llama"}[kind]
+    model = tiny_model(family, **lengths, rope_scaling={"type": kind, **factors}).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.mul_(1 if "norm" in name else 20)
+    options = {"max_new_tokens": 8, "eos_token_id": []}
+    ids = torch.randint(3, 97, (2, 26), generator=torch.Generator().manual_seed(0))
+    cache = model.make_cache(2, 60)
+    for length, kept in ((12, 5), (14, 9), (20, 19), (24, 3), (26, 20)):
+        part = ids[:, :length]
+        assert torch.equal(model.generate(part, cache=cache, **options), model.generate(part, **options))
+        cache.rewind(min(kept, cache.length))
+    mask = torch.ones_like(ids)
+    mask[:, :9] = 0
+    cache = model.make_cache(2, 60)
+    for length in (20, 22, 26):  # 11, 13 and 17 tokens
+        part = {"attention_mask": mask[:, :length], **options, "max_new_tokens": 2}
+        assert torch.equal(
+            model.generate(ids[:, :length], cache=cache, **part), model.generate(ids[:, :length], **part)
+        )
+        cache.rewind(length - 1)

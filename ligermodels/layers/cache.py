@@ -51,6 +51,7 @@ class KVCache:
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.batch_size, self.max_length, self.length = batch_size, max_length, 0
         self.step: Step | None = None  # set while a step is captured or run on the device's own count
+        self.turned_for = 0  # the positions that the last keys' rotary frequencies were chosen for
         self._written = 0  # the most positions ever filled since the cache was empty
 
     def check(self, batch_size: int, new: int) -> None:
