@@ -56,6 +56,7 @@ class Tokenizer:
         folder: Path | None = None,
     ) -> None:
         self.backend = backend
+        self._saved_tokens = _added_tokens(backend)
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
         self._saved_templates = dict(self.chat_templates) if folder is not None else {}
@@ -129,7 +130,8 @@ class Tokenizer:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the files this tokenizer was read from into ``folder``, byte for byte.
 
-        When a chat template was assigned since, all are written as .jinja files, which win over the config's. Configs
+        With tokens added since (``tokenizer.backend.add_tokens``), tokenizer.json is written anew. When a chat template
+        was assigned since, all are written as .jinja files, which win over the config's. Configs
         and templates that another tokenizer left in ``folder`` are removed: they would override what is saved.
         Raises LigerError if ``folder`` cannot be written, or the files it was read from are gone.
         """
@@ -148,6 +150,8 @@ class Tokenizer:
             (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), "utf-8")
         else:
             self._copy_files(folder)
+            if _added_tokens(self.backend) != self._saved_tokens:
+                self.backend.save(str(folder / "tokenizer.json"))
         if self.chat_templates != self._saved_templates:
             for name, source in self.chat_templates.items():
                 path = folder / ("chat_template.jinja" if name == "default" else f"{_TEMPLATE_FOLDER}/{name}.jinja")
@@ -441,6 +445,10 @@ def _named_special_tokens(config: dict[str, Any], folder: Path) -> dict[str, tok
         for key, value in config.items()
         if key.endswith("_token") and isinstance(value, (str, dict))
     }
+
+
+def _added_tokens(backend: tokenizers.Tokenizer) -> dict[int, str]:
+    return {index: token.content for index, token in backend.get_added_tokens_decoder().items()}
 
 
 def _add_missing_tokens(

@@ -379,6 +379,19 @@ def test_an_assigned_template_is_saved(tmp_path):
     assert not (tmp_path / "a" / "chat_template.jinja").exists()
 
 
+def test_added_tokens_are_saved(tmp_path):
+    ours = Tokenizer.from_pretrained(write(tmp_path / "a", byte_level()))
+    before = (tmp_path / "a" / "tokenizer.json").read_bytes()
+    ours.backend.add_special_tokens(["<think>"])
+    ours.backend.add_tokens(["lighthouse"])
+    ours.save_pretrained(tmp_path / "b")
+    again, hf = both(tmp_path / "b")
+    assert len(again) == len(ours) == len(hf)
+    text = "a <think> lighthouse"
+    assert again.encode(text) == ours.encode(text) == hf.encode(text)
+    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == before
+
+
 def test_a_tokenizer_built_in_memory_saves_all_its_templates(tmp_path):
     templates = {"default": CHATML, "tool_use": MISTRAL}
     write(tmp_path, byte_level(), chat_template="left over")
