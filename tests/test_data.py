@@ -351,6 +351,25 @@ def test_files_of_another_size_are_not_taken_for_the_same(tmp_path, tokenizer):
         loader(open_files([path]), encode=Encoder(tokenizer)).load_state_dict(state)
 
 
+@pytest.mark.parametrize("packing", ["fit", "concat"])
+def test_every_pass_over_little_data_has_each_document_once(packing):
+    rows = loader(documents(2, 3, 8, 5, 4, 7), packing=packing, window=256, epochs=None, shuffle=True, batch=1)
+    seen = []
+    for _ in range(40):
+        seen += [target for _, target in learnt([next(rows)])]
+    one = sorted(target for _, target in learnt(loader(documents(2, 3, 8, 5, 4, 7), seq=29, batch=1)))
+    for start in range(0, len(seen) - len(one), len(one)):
+        assert sorted(seen[start : start + len(one)]) == one
+
+
+def test_broken_records_are_counted_once_however_often_they_are_met(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{\n')
+    rows = loader(open_files([tmp_path / "a.jsonl"]), encode=Encoder(tokenizer), epochs=5)
+    with pytest.warns(UserWarning, match="left out"):
+        assert sum(batch.tokens for batch in rows) == 5 * 5
+    assert rows.skipped == 1
+
+
 def test_other_data_is_not_taken_for_the_same():
     state = loader(documents(2, 3)).state_dict()
     with pytest.raises(LigerError, match="the data had 2 records, now 3"):

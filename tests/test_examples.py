@@ -194,15 +194,32 @@ def test_finetune_with_lora_writes_an_adapter_and_the_merged_model(tiny, chats, 
         torch.testing.assert_close(hf_logits(tmp_path / "merged", ids), adapted, rtol=0, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:left out")
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 1), (5, 2), (2.5, 1)])
+def test_epochs_of_little_data_are_passes_over_it(epochs, steps, tiny, tmp_path, monkeypatch):
+    from ligermodels.training.log import read_log
+
+    (tmp_path / "a.jsonl").write_text('{"text": "a b c"}\n{"text": "d"}\n{\n')
+    script(monkeypatch, "finetune.py", "--model", tiny, "--data", tmp_path / "a.jsonl", "--out", tmp_path / "out",
+           "--epochs", epochs, "--seq", 16, *RUN)  # fmt: skip
+    rows = read_log(tmp_path / "out" / "log.csv")
+    assert len(rows) == steps
+
+
+def test_epochs_must_be_above_0(tiny, chats, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="error: epochs must be above 0, found -1"):
+        script(monkeypatch, "finetune.py", "--model", tiny, "--data", chats, "--out", tmp_path, "--epochs", -1, *RUN)
+
+
 def test_the_command_line_trains_as_the_example_does(tiny, chats, tmp_path):
     from typer.testing import CliRunner
 
     from ligermodels.cli import app
 
     command = ["train", "--model", tiny, "--data", chats, "--out", tmp_path, "--seq", 96, "--steps", 2, *RUN]
-    with pytest.warns(UserWarning, match=r"chats.jsonl, line 6: not valid JSON"):
-        done = CliRunner().invoke(app, list(map(str, command)))
+    done = CliRunner().invoke(app, list(map(str, command)))
     assert done.exit_code == 0, done.output
+    assert f"warning: left out: {chats}, line 6: not valid JSON" in done.output and "UserWarning" not in done.output
     assert (tmp_path / "final" / "model.safetensors").is_file()
     done = CliRunner().invoke(app, ["train", "--help"])
     assert "usage: ligermodels train" in done.output and "--lora RANK" in done.output

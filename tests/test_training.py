@@ -6,6 +6,7 @@ import csv
 import itertools
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -261,6 +262,9 @@ def test_another_run_is_not_resumed(tmp_path):
     with pytest.raises(LigerError, match=r"in torch.float32, this run in torch.bfloat16"):
         AdamW(make_model(torch.bfloat16), master=False).load_state_dict(AdamW(make_model()).state_dict())
     free = replace(SHORT, log_every=1, save_every=0, keep=1, eval_every=3)
+    with pytest.raises(LigerError, match=r"holds a finished run, its result is .*final: give another folder"):
+        train(make_model(), make_data(), free, tmp_path, resume=True)
+    shutil.rmtree(tmp_path / "final")  # as if it had been killed before its end
     assert len(train(make_model(), make_data(), free, tmp_path, resume=True)) == 10
 
 
@@ -455,6 +459,18 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_makes_no_checkpoint(tmp_pat
     first_bad = next(row["step"] for row in last if math.isnan(row["loss"]))
     assert Checkpoints(tmp_path).load()["step"] < first_bad
     assert not (tmp_path / "final").exists()
+
+
+def test_a_finished_run_without_a_checkpoint_is_not_trained_again(tmp_path):
+    train(make_model(), make_data(), replace(SHORT, save_every=0), tmp_path)
+    with pytest.raises(LigerError, match="holds a finished run"):
+        train(make_model(), make_data(), replace(SHORT, save_every=0), tmp_path, resume=True)
+
+
+def test_the_last_update_takes_the_micro_batches_that_are_left(tmp_path):
+    count = sum(1 for _ in make_data(epochs=1))
+    settings = replace(SHORT, steps=2, accumulation=count - 1)
+    assert len(train(make_model(), make_data(epochs=1), settings, tmp_path)) == 2
 
 
 def test_data_that_ends_is_said(tmp_path):

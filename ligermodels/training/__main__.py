@@ -21,6 +21,7 @@ import torch
 
 from ligermodels import Tokenizer, from_pretrained
 from ligermodels.checkpoints_convert.hub import download
+from ligermodels.errors import LigerError
 from ligermodels.layers.memory import LEVELS
 from ligermodels.training.data import Encoder, Loader, open_files
 from ligermodels.training.loop import add_arguments, plain_errors, settings_of, train
@@ -64,11 +65,19 @@ def finetune(args: argparse.Namespace) -> None:
         options = {"batch": args.batch, "seq": args.seq, "pad_id": pad, "strict": args.strict, **options}
         return Loader(open_files(paths), Encoder(tokenizer, turns=args.turns), **options)
 
-    if args.epochs:  # how many batches they make is known once they are packed
-        batches = sum(1 for _ in rows(args.data, epochs=1, seed=args.seed))
-        args.steps = max(1, math.ceil(args.epochs * batches / args.accumulation))
+    passes = None  # the data starts over for ever
+    if args.epochs is not None:  # how many batches they make is known once they are packed
+        if not 0 < args.epochs < math.inf:
+            raise LigerError(f"epochs must be above 0, found {args.epochs:g}")
+        one, passes = sum(1 for _ in rows(args.data, epochs=1, seed=args.seed)), math.ceil(args.epochs)
+        batches = passes * one
+        if one > 100:  # a part of a batch more than the passes does not matter, as it does with little data
+            passes = None
+        elif passes > 1:
+            batches = sum(1 for _ in rows(args.data, epochs=passes, seed=args.seed))
+        args.steps = math.ceil(args.epochs / math.ceil(args.epochs) * batches / args.accumulation)
     settings = settings_of(args)
-    data = rows(args.data, seed=args.seed)
+    data = rows(args.data, epochs=passes, seed=args.seed)
     evaluation = []
     if args.eval_data:
         evaluation = list(itertools.islice(rows(args.eval_data, epochs=1, shuffle=False), args.eval_batches))

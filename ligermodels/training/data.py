@@ -288,7 +288,7 @@ class Loader:
     epochs: passes over the source; None for ever. After the last, the rows that are left come as a smaller batch.
     shuffle: a new order each epoch, drawn from ``seed`` and the epoch's number.
     strict: the first broken record ends it with its LigerError. Otherwise it is reported (``warnings``), counted in
-        ``skipped`` and left out. Chats cut to a row's length are counted in ``cut``.
+        ``skipped`` and left out. Chats cut to a row's length are counted in ``cut``. Both only in the first epoch.
     """
 
     def __init__(
@@ -395,6 +395,8 @@ class Loader:
                     raise LigerError(
                         f"no usable document in the data: {self.position} records, {self.skipped} of them broken"
                     )
+                if self.packing == "fit" and self._pool:
+                    return False  # else the best fit would choose among several passes, and some documents more often
                 self.epoch, self.position, self._found, self._order = self.epoch + 1, 0, False, None
                 continue
             self.position += 1
@@ -411,6 +413,8 @@ class Loader:
                 message = f"{where}: {error}" if where else str(error)
                 if self.strict:
                     raise LigerError(message) from error
+                if self.epoch > 0:
+                    continue
                 self.skipped += 1
                 if self.skipped <= REPORTED:
                     more = "; further ones are only counted" if self.skipped == REPORTED else ""
@@ -439,7 +443,7 @@ class Loader:
         if not pieces:
             hint = f": no answer begins within the first {self.seq} tokens" if len(ids) > self.seq else ""
             raise LigerError(f"nothing to learn from in {len(ids)} tokens{hint}")
-        self.cut += whole and len(ids) > self.seq
+        self.cut += self.epoch == 0 and whole and len(ids) > self.seq
         return pieces
 
     # ---- rows

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import math
 import sys
 import typing
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from ligermodels.base import CausalLM
 from ligermodels.config import check_type
@@ -95,8 +98,8 @@ def train(
     (by default with ``model.save_pretrained``). With ``resume`` the newest checkpoint there is continued exactly, where
     there is one: model, data and settings must be made as they were.
 
-    Raises LigerError where ``out`` holds a run that is not to be resumed, or was made otherwise; when a loss is not
-    finite; when the data ends; Interrupted after SIGINT or SIGTERM.
+    Raises LigerError where ``out`` holds a run that is not to be resumed, is finished, or was made otherwise; when a
+    loss is not finite; when the data ends; Interrupted after SIGINT or SIGTERM.
     """
     write = write or model.save_pretrained
     checkpoints = Checkpoints(out, keep=settings.keep)
@@ -160,8 +163,8 @@ def evaluate(model: CausalLM, batches: Sequence[Batch]) -> float:
 
 
 def _next(data: Loader, count: int, step: int) -> list[Batch]:
-    batches = [batch for _ in range(count) if (batch := next(data, None)) is not None]
-    if len(batches) < count:
+    batches = list(itertools.islice(data, count))  # at the end of the data there may be fewer
+    if not batches:
         raise LigerError(f"the data ended at step {step}: a Loader with epochs=None starts over")
     return batches
 
@@ -170,7 +173,11 @@ def _restore(checkpoints: Checkpoints, optimizer: AdamW, data: Loader, settings:
     """Put everything to where the newest checkpoint was; returns its step, or 0 for a new run."""
     if not resume and (checkpoints.latest() or (checkpoints.folder / "log.csv").exists()):
         raise LigerError(f"{checkpoints.folder} holds a run already: resume it, or give another folder")
+    final = checkpoints.folder / "final"
+    finished = f"{checkpoints.folder} holds a finished run, its result is {final}: give another folder for a new one"
     if checkpoints.latest() is None:
+        if final.exists():
+            raise LigerError(finished)
         return 0
     state = checkpoints.load()
     before, now = state["settings"], dataclasses.asdict(settings)
@@ -179,6 +186,8 @@ def _restore(checkpoints: Checkpoints, optimizer: AdamW, data: Loader, settings:
         raise LigerError(f"{checkpoints.folder} holds a run with other settings: {listed}")
     optimizer.load_state_dict(state["optimizer"])
     data.load_state_dict(state["data"])
+    if final.exists():  # last, as what differs is said first
+        raise LigerError(finished)
     set_random_state(state["random"])
     return state["step"]
 
@@ -203,9 +212,12 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """For scripts: what a person can put right ends in one line on stderr, not in a traceback."""
+    """For scripts: what a person can put right ends in one line on stderr, not in a traceback; a warning is a line."""
     try:
-        yield
+        with warnings.catch_warnings():
+            # through tqdm, which moves its bar out of the way
+            warnings.showwarning = lambda message, *_: tqdm.write(f"warning: {message}", file=sys.stderr)
+            yield
     except Interrupted as error:
         print(error, file=sys.stderr)
         sys.exit(130)
