@@ -234,5 +234,6 @@ def sampling(model: CausalLM, **given: Any) -> dict[str, Any]:
     if options["temperature"] is None:
         options["temperature"] = 1.0 if own else 0.0
     if options["temperature"] == 0:
-        options |= {"top_k": None, "top_p": None, "min_p": None}
+        # those given stay, as generate then says that they have no effect
+        options |= {name: given.get(name) for name in ("top_k", "top_p", "min_p")}
     return options

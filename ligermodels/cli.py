@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from tqdm import tqdm
 
 from ligermodels.errors import LigerError
 
 app = typer.Typer(
     name="ligermodels",
-    help="Decoder language models on fused Triton kernels: look at, check and convert their checkpoints.",
+    help="Decoder language models on fused Triton kernels: talk with them, train them, check and convert checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from ligermodels import __version__
+
+        typer.echo(f"ligermodels {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="say which this is, and leave")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -63,9 +82,12 @@ def inspect(
 
 
 def _say(text: str, err: bool = False) -> None:
-    """Print what may come from a file: no control character and no lone surrogate reaches the terminal."""
-    text = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-    typer.echo(text, err=err)
+    typer.echo(_printable(text), err=err)
+
+
+def _printable(text: str) -> str:
+    """What may come from a file: no control character and no lone surrogate reaches the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _size(size: float) -> str:
@@ -192,10 +214,13 @@ def train(context: typer.Context) -> None:
 
 
 def main() -> None:
-    """The console script. Errors of the project are one readable line; any other exception is a bug."""
+    """The console script. Errors of the project and of files are one readable line; any other exception is a bug."""
     try:
-        app()
-    except LigerError as error:
+        with warnings.catch_warnings():
+            # through tqdm, which moves its bar out of the way
+            warnings.showwarning = lambda message, *_: tqdm.write(_printable(f"warning: {message}"), file=sys.stderr)
+            app()
+    except (LigerError, OSError) as error:
         _say(f"error: {error}", err=True)
         sys.exit(1)
 

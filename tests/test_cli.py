@@ -12,6 +12,7 @@ from family_checks import published
 from safetensors.torch import load_file, save_file
 from test_hub import TOKEN, hub  # noqa: F401 (a fixture)
 from tiny import TINY
+from tiny_chat import write_tiny_chat_model
 from typer.testing import CliRunner
 
 import ligermodels
@@ -172,6 +173,36 @@ def test_errors_are_one_line_and_exit_code_1(monkeypatch, capsys, tmp_path):
     captured = capsys.readouterr()
     assert exit.value.code == 1 and captured.out == ""
     assert captured.err == f"error: {tmp_path} holds no config.json: it is not a model folder in Hugging Face layout\n"
+
+
+def script(monkeypatch, *arguments: object) -> object:
+    """The exit code of the console script."""
+    monkeypatch.setattr(sys, "argv", ["ligermodels", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    return exit.value.code
+
+
+def test_a_file_that_cannot_be_written_is_one_line_too(monkeypatch, capsys, tmp_path):
+    folder, prompts = write_tiny_chat_model(tmp_path / "model"), tmp_path / "prompts.jsonl"
+    prompts.write_text('"hello"\n')
+    arguments = ("generate", folder, "--prompts", prompts, "--out", tmp_path / "nowhere" / "out.jsonl")
+    assert script(monkeypatch, *arguments) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and "nowhere" in text and text.count("\n") == 1
+
+
+def test_warnings_are_one_line(monkeypatch, capsys, tmp_path):
+    folder, prompts = write_tiny_chat_model(tmp_path / "model"), tmp_path / "prompts.jsonl"
+    prompts.write_text('"hello"\n')
+    given = ("--top-p", 0.5, "--temperature", 0, "--max-new-tokens", 2)
+    assert script(monkeypatch, "generate", folder, "--prompts", prompts, "--out", tmp_path / "out", *given) == 0
+    lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
+    assert "warning: temperature is 0, which is greedy: top_k, top_p and min_p have no effect" in lines
+
+
+def test_the_version():
+    assert run("--version") == (0, f"ligermodels {ligermodels.__version__}\n")
 
 
 def test_python_m_ligermodels():
