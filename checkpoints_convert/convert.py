@@ -170,12 +170,11 @@ def _open(path: Path, kind: str, dtype: str | None) -> Source:
 def _base(folder: Path, config: dict, given: str | Path | None) -> Path:
     base = Path(given if given is not None else config.get("base_model_name_or_path") or "")
     if not str(base) or not base.is_dir() or not (base / CONFIG).exists():
-        named = f"{folder / ADAPTER_CONFIG} names {config.get('base_model_name_or_path')!r}"
-        raise CheckpointError(
-            f"{base} is no model folder"
-            if given is not None
-            else f"{named}, which is no folder here: give base (--base)"
-        )
+        if given is not None:
+            raise CheckpointError(f"{base} is no model folder")
+        name = config.get("base_model_name_or_path")
+        named = f"names {name!r}, which is no folder here" if name else "names no base model"
+        raise CheckpointError(f"{folder / ADAPTER_CONFIG} {named}: give base (--base)")
     return base
 
 

@@ -117,7 +117,10 @@ def read_config(folder: str | PathLike) -> dict:
             hint = "; if this is the name of a hub repository, use from_hub"
         raise CheckpointError(f"there is no folder {path}{hint}")
     if path.is_file() and path.suffix != ".json":
-        raise CheckpointError(f"{path} is a file; give the folder that holds it and {CONFIG}")
+        hint = f"give the folder that holds it and {CONFIG}"
+        if path.suffix.lower() == ".gguf":
+            hint = f"make a folder of it first: ligermodels convert {path} FOLDER"
+        raise CheckpointError(f"{path} is a file; {hint}")
     if path.is_dir():
         path = path / CONFIG
         if not is_file(path):

@@ -220,9 +220,10 @@ def _from_cache(request: _Request, cache_dir: str | os.PathLike | None, weights:
 
     anchor = next(filter(None, map(cached, (CONFIG, *_TEXT_FILES, *_WEIGHTS))), None)
     if anchor is None:
+        here = "" if Path(request.repo_id).exists() else f". There is no folder {request.repo_id} either"
         raise HubError(
             f"{request.name} is not in the cache, and {reason}. Connect once to download it, or pass the cache_dir "
-            "that holds it"
+            f"that holds it{here}"
         )
     folder = Path(anchor).parent
     wanted = [CONFIG] if weights else []
