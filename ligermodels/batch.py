@@ -120,12 +120,16 @@ def _result(tokenizer: Tokenizer, answer: list[int], ends: list[int], strings: l
     """What is said of an answer, from its ids: without the end-of-sequence token, the stop string and the padding."""
     end = next((i for i, token in enumerate(answer) if token in ends), None)
     ids = answer[:end]
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    cuts = [text.find(s) for s in strings if s in text]
-    if cuts:
-        decoder, length = tokenizer.stream_decoder(), 0  # how many tokens it took: padding follows them
-        for count, token in enumerate(ids, start=1):
-            length += len(decoder.put(token))
-            if any(s in text[:length] for s in strings):
-                return {"completion": text[: min(cuts)], "tokens": count, "finish": "stop"}
-    return {"completion": text, "tokens": len(ids), "finish": "length" if end is None else "stop"}
+    whole, shown = tokenizer.stream_decoder(skip_special_tokens=False), tokenizer.stream_decoder()
+    text = visible = ""  # with special tokens, among which a stop string may be, and without
+    ends = [(0, 0)]  # of both, after each token
+    for count, token in enumerate(ids if strings else [], start=1):
+        text, visible = text + whole.put(token), visible + shown.put(token)
+        ends.append((len(text), len(visible)))
+        found = [at for s in strings if (at := text.find(s)) >= 0]
+        if found:  # padding follows
+            before = max(n for n, end in enumerate(ends) if end[0] <= min(found))  # tokens wholly before the string
+            cut = min(ends[before][1] + min(found) - ends[before][0], ends[before + 1][1])
+            return {"completion": visible[:cut], "tokens": count, "finish": "stop"}
+    visible = tokenizer.decode(ids, skip_special_tokens=True)
+    return {"completion": visible, "tokens": len(ids), "finish": "length" if end is None else "stop"}

@@ -150,7 +150,8 @@ def stream(
     eos_token_id: any of these ids ends its row. Left out: ``model.generation_config``, else ``model.config``. ``[]``
         never stops. A row that has ended yields the pad id.
     pad_token_id: left out: generation config, config, else the first eos id.
-    stop_strings: a row also ends with the token whose text completes one of these; needs ``tokenizer``.
+    stop_strings: a row also ends with the token whose text completes one of these; needs ``tokenizer``. Special tokens
+        have their text here, such as "<|im_end|>".
     seed: makes sampling repeatable and leaves torch's global generator untouched; None draws a seed from that.
     logprobs: yield pairs (tokens, their log-probabilities (B,) fp32) instead: those of the model, before temperature
         and the rest; 0 for the padding of rows that have ended.
@@ -423,7 +424,8 @@ class _StopStrings:
             raise LigerError(f"stop_strings: expected a text or a list of them, none empty, got {stop!r}")
         if not hasattr(tokenizer, "stream_decoder"):
             raise LigerError("stop_strings: needs tokenizer=, to know the text of the tokens")
-        self._decoders = [tokenizer.stream_decoder() for _ in range(rows)]
+        # With special tokens: such a token may be the string that is waited for, and parts the text on its two sides.
+        self._decoders = [tokenizer.stream_decoder(skip_special_tokens=False) for _ in range(rows)]
         self._tails = [""] * rows  # the end of each text, one character less than the longest string
         self._keep = max(map(len, self._strings)) - 1
 

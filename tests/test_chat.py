@@ -16,7 +16,7 @@ from tiny_chat import write_tiny_chat_model
 from tiny_llava import write_tiny_llava
 from typer.testing import CliRunner
 
-from ligermodels import LigerError, LigerLlama, Tokenizer
+from ligermodels import LigerError, LigerLlama, Tokenizer, batch
 from ligermodels.batch import generate_file
 from ligermodels.chat import Chat, converse, load, sampling
 from ligermodels.cli import app
@@ -319,6 +319,14 @@ def test_completions_end_before_the_eos_and_the_stop_string(model, tokenizer, pr
     generate_file(model, tokenizer, prompts, tmp_path / "stop.jsonl", eos_token_id=[], stop_strings=stop, **options)
     row = answers(tmp_path / "stop.jsonl")[0]
     assert (row["completion"], row["tokens"], row["finish"]) == (text[:first], first + 2, "stop")
+
+
+def test_a_completion_ends_before_a_stop_string_with_a_special_token(tokenizer):
+    answer = tokenizer.encode("ab<|im_end|>cd")
+    for stop, completion, tokens in (("<|im_end|>", "ab", 3), (">c", "ab", 4), ("b<", "a", 3), ("c", "ab", 4)):
+        expected = {"completion": completion, "tokens": tokens, "finish": "stop"}
+        assert batch._result(tokenizer, answer, [], [stop]) == expected
+    assert batch._result(tokenizer, answer, [], ["bc"])["finish"] == "length"
 
 
 @pytest.mark.parametrize(

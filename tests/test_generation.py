@@ -737,6 +737,18 @@ def test_a_cache_of_another_dtype_serves(pair):
     assert torch.equal(model.float().generate(ids, cache=cache, **options), model.generate(ids, **options))
 
 
+def test_a_special_token_may_be_a_stop_string_and_parts_the_text(tmp_path):
+    from tiny_chat import write_tiny_chat_model
+
+    tokenizer = Tokenizer.from_pretrained(write_tiny_chat_model(tmp_path))
+    answer = tokenizer.encode("ab<|im_end|>cd")
+    model = Fake(None, vocab_size=264)
+    model.logits = lambda ids: nn.functional.one_hot(torch.tensor(answer[len(ids) - 1]), 264).float()
+    for stop, tokens in (("bc", 5), ("<|im_end|>", 3), (">c", 4), ("b<", 3)):
+        options = {"max_new_tokens": 5, "tokenizer": tokenizer, "stop_strings": stop, "eos_token_id": []}
+        assert generate(model, torch.tensor([[0]]), **options)[0, 1:].tolist() == answer[:tokens]
+
+
 @pytest.mark.parametrize("stop", [5, "", ["a", ""], ["a", 3], {"a"}])
 def test_stop_strings_that_are_none_are_named(stop):
     with pytest.raises(LigerError, match="stop_strings: expected a text or a list of them"):
