@@ -190,6 +190,17 @@ def test_auxiliary_loss_comes_only_when_asked_for(config, ids, tmp_path):
     assert ours(ids).loss is None and torch.allclose(ours(ids).aux_loss, asked.aux_loss)
 
 
+@ONE_OF_EACH
+def test_nothing_but_padding_is_a_zero_loss_with_zero_gradients(config, ids):
+    cls = CLASSES[config["model_type"]]
+    model = cls(cls.config_class.from_hf(config | {"output_router_logits": True})).train()
+    with pytest.warns(UserWarning, match="no label is supervised"):
+        out = model(ids, attention_mask=torch.zeros_like(ids), labels=torch.full_like(ids, -100))
+    out.loss.backward()
+    assert out.loss == 0 and out.aux_loss == 0
+    assert all(not p.grad.any() for p in model.parameters())
+
+
 def test_equally_busy_experts_have_the_least_auxiliary_loss():
     even = Routing(torch.zeros(8, 4), torch.arange(16, dtype=torch.int32).remainder(4).view(8, 2))
     assert load_balancing_loss([even, even]) == 2

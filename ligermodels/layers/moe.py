@@ -85,4 +85,4 @@ def load_balancing_loss(routings: list[Routing], mask: torch.Tensor | None = Non
         chosen = chosen + hits.new_zeros(n_experts).index_add(0, experts.reshape(-1), hits)
         probability = probability + keep @ torch.softmax(logits.float(), -1)
         count = count + keep.sum()
-    return n_experts * (chosen * probability).sum() / count**2
+    return n_experts * (chosen * probability).sum() / count.clamp(min=1) ** 2  # of nothing but padding: 0
