@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -112,6 +113,7 @@ def test_sampling_takes_what_is_given_then_generation_config_if_that_samples():
     options = sampling(Model, top_p=0.5, seed=7)
     assert (options["temperature"], options["top_p"], options["top_k"], options["seed"]) == (0.6, 0.5, None, 7)
     assert sampling(Model, temperature=0.0)["top_p"] is None
+    assert sampling(Model, temperature=0.0, top_p=0.5)["top_p"] == 0.5  # generate says that it has no effect
     Model.generation_config = {"temperature": 0.6, "top_p": 0.9}
     assert sampling(Model)["temperature"] == 0 and sampling(Model)["top_p"] is None
 
@@ -169,6 +171,15 @@ sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"""
         text, self.screen = self.screen[: found.end()], self.screen[found.end() :]
         return text
 
+    def interrupt(self, pattern):
+        """Ctrl-C until the pattern shows: between Python's prompt and its first look at the keyboard one is held back
+        until the next key."""
+        for _ in range(20):
+            self.type("\x03")
+            with contextlib.suppress(AssertionError):
+                return self.wait_for(pattern, seconds=3)
+        raise AssertionError(f"no {pattern!r} after Ctrl-C")
+
     def exit_code(self):
         try:
             self.process.communicate(timeout=30)
@@ -198,9 +209,7 @@ def test_a_conversation_on_a_terminal(endless):
     terminal = Terminal("chat", endless, "--max-new-tokens", 10_000, "--context", 20_000, "--system", "x")
     terminal.wait_for("/reset starts anew")
     terminal.wait_for("> ")
-    time.sleep(0.5)  # a signal between Python's prompt and its first look at the keyboard waits for the next key
-    terminal.type("\x03")
-    terminal.wait_for("Ctrl-C stops an answer")
+    terminal.interrupt("Ctrl-C stops an answer")
     terminal.wait_for("> ")
     for _ in range(2):
         terminal.type("tell me\r")
