@@ -105,7 +105,10 @@ class Config:
         raw = cls.translate(raw)
         found = raw.pop("model_type", cls.model_type)
         if found != cls.model_type:
-            raise ConfigError(f"model_type is {found!r}, but {cls.__name__} reads {cls.model_type!r}")
+            raise ConfigError(
+                f"model_type is {found!r}, but {cls.__name__} reads {cls.model_type!r}: "
+                "ligermodels.from_pretrained picks the class that fits"
+            )
         old_dtype = raw.pop("torch_dtype", None)
         if raw.get("dtype") is None:
             raw["dtype"] = old_dtype
