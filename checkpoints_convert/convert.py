@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from dataclasses import replace
@@ -26,6 +27,7 @@ from ligermodels.checkpoints_convert.streamed import (
     fingerprint,
     from_checkpoint,
     open_hf,
+    says_tied,
     with_dtype,
     write_hf,
 )
@@ -106,6 +108,11 @@ def convert(
     exists while ``force`` is not given.
     """
     path, target = Path(source), Path(target)
+    for given in (path, target):
+        try:
+            given.exists(), given.resolve()
+        except (OSError, ValueError, RuntimeError) as error:  # too long, with a null byte, a ring of links
+            raise CheckpointError(f"{str(given)!r:.200} is no path: {error!s:.100}") from None
     if to not in TARGETS:
         raise CheckpointError(f"to must be one of {', '.join(TARGETS)}, found {to!r}")
     if from_ not in ("auto", *SOURCES):
@@ -125,10 +132,11 @@ def convert(
             raise CheckpointError(f"{target} is the base model: choose another target")
         inputs.append(folder)
         wider = torch.float32 if dtype in ("float32", "q8_0") else None  # so that the sum is not rounded first
-        made = merge_adapter(_open(folder, recognise(folder), None).cast(wider), adapter)
+        made = merge_adapter(_without_head_copy(_open(folder, recognise(folder), None)).cast(wider), adapter)
     else:
         made = _open(path, kind, dtype)
     plan = [[fingerprint(p) for p in inputs], kind, to, dtype]
+    _check_apart(target, to, inputs, {name for files in plan[0] for name, *_ in files})
 
     if to == "gguf":
         made = _complete(_without_head_copy(made))
@@ -142,6 +150,18 @@ def convert(
         return write_chatglm(made, target, max_shard_size=max_shard_size or "5GB", force=force, plan=plan)
     write = write_meta if to == "meta" else write_mistral
     return write(made, target, max_shard_size=max_shard_size, force=force, plan=plan)
+
+
+def _check_apart(target: Path, to: str, inputs: list[Path], files: set[str]) -> None:
+    """Raise CheckpointError if writing ``target`` would replace one of the source's ``files`` (resolved names)."""
+    partial = Path(f"{os.path.abspath(target)}.partial").resolve()
+    for given in inputs:
+        if partial == given.resolve() or partial in given.resolve().parents:
+            raise CheckpointError(f"{target} would be made in {partial}, which is the source: choose another target")
+    within = target.iterdir() if target.is_dir() and all(given.is_dir() for given in inputs) else ()
+    for file in [target] if to == "gguf" else within:
+        if str(file.parent.resolve() / file.name) in files:
+            raise CheckpointError(f"{file} is a file of the source: choose another target")
 
 
 def _open(path: Path, kind: str, dtype: str | None) -> Source:
@@ -203,10 +223,7 @@ def _complete(source: Source) -> Source:
 def _without_head_copy(source: Source) -> Source:
     """A config that ties the head beside a file that holds one, too: a copy is dropped, another head unties them."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    tied = source.config.get("tie_word_embeddings")
-    if tied is None and str(source.config.get("model_type")).startswith("gemma"):
-        tied = True  # the families' default
-    if not tied or head not in source.tensors or embedding not in source.tensors:
+    if not says_tied(source.config) or head not in source.tensors or embedding not in source.tensors:
         return source
     if source.tensors[head].shape == source.tensors[embedding].shape and torch.equal(
         source.make(head), source.make(embedding)

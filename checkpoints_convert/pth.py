@@ -65,7 +65,10 @@ def _place(path: Path, name: object, value: object, size: int) -> TensorInfo:
 def save_pth(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a state dict that ``torch.load(weights_only=True)`` reads, by way of a temporary name."""
     unfinished = path.with_name(path.name + ".tmp")
-    torch.save(dict(tensors), str(unfinished))  # given a name, not a file, it copies no tensor
+    try:
+        torch.save(dict(tensors), str(unfinished))  # given a name, not a file, it copies no tensor
+    except RuntimeError as error:  # what torch makes of a full disk, or of a file above a limit
+        raise CheckpointError(f"could not write {unfinished} (is the disk full?): {str(error)[:200]}") from error
     with open(unfinished, "rb") as file:
         os.fsync(file.fileno())
     os.replace(unfinished, path)

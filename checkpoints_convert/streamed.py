@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ __all__ = ["Source", "WorkFolder", "expect_shapes", "from_checkpoint", "open_hf"
 # What goes with the weights, byte for byte, between layouts that share a tokenizer.
 _COMPANIONS = (
     *TOKENIZER_FILES, "added_tokens.json", "vocab.json", "merges.txt", "tekken.json", "tokenizer.model.v3",
-    "tokenization_chatglm.py", "generation_config.json",
+    "tokenization_chatglm.py", "generation_config.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 _PLAN = "plan.json"
 
@@ -74,6 +75,12 @@ def to_dtype(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tenso
     if narrower and not torch.isfinite(out).all() and torch.isfinite(tensor).all():
         raise CheckpointError(f"{what} holds numbers up to {tensor.abs().max().item():g}, too large for {dtype}")
     return out
+
+
+def says_tied(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json ties the head to the embedding; where the key is absent, the family's default holds."""
+    tied = config.get("tie_word_embeddings")
+    return str(config.get("model_type")).startswith("gemma") if tied is None else bool(tied)
 
 
 def with_dtype(config: dict, dtype: torch.dtype) -> dict:
@@ -140,6 +147,10 @@ class WorkFolder:
         own: Iterable[str] = (),
         force: bool = False,
     ) -> None:
+        if target.name in ("", ".."):  # "." has no name that another could be made of
+            target = Path(os.path.abspath(target))
+            if not target.name:
+                raise CheckpointError(f"{target} cannot be the target: give a folder")
         self.target, self.names, self.force = target, None if names is None else list(names), force
         self.marker, self.own = marker, set(own)
         self.path = target.with_name(target.name + ".partial")
@@ -148,6 +159,8 @@ class WorkFolder:
 
     def _check(self) -> None:
         target, how = self.target, "choose another name, or pass force (--force)"
+        if target.is_symlink() and not target.exists():
+            raise CheckpointError(f"{target} is a link to {os.readlink(target)}, which is not there")
         if self.names is None:
             if target.is_dir():
                 raise CheckpointError(f"{target} is a folder: give the file to write")
@@ -166,7 +179,7 @@ class WorkFolder:
             if self.path.exists() and not (plan.is_file() and plan.read_text(errors="replace") == self.plan):
                 if not plan.is_file() and any(self.path.iterdir()):
                     raise CheckpointError(f"{self.path} is in the way, and it is not ours: move it away")
-                shutil.rmtree(self.path)
+                self._remove()
             self.path.mkdir(parents=True, exist_ok=True)
             plan.write_text(self.plan)
         except OSError as error:
@@ -194,12 +207,11 @@ class WorkFolder:
         self._check()
         if self.names is None:
             os.replace(self.path / self.target.name, self.target)
-        elif not self.target.exists() or not any(self.target.iterdir()):
-            for stray in {path.name for path in self.path.iterdir()} - set(self.names):
+        elif not self.target.exists():
+            for stray in {path.name for path in self.path.iterdir()} - {*self.names, _PLAN}:
                 (self.path / stray).unlink()
-            if self.target.exists():
-                self.target.rmdir()
             os.replace(self.path, self.target)
+            (self.target / _PLAN).unlink()
             return
         else:
             (self.target / self.marker).unlink(missing_ok=True)
@@ -207,6 +219,13 @@ class WorkFolder:
                 (self.target / name).unlink(missing_ok=True)
             for name in sorted(self.names, key=lambda name: name == self.marker):
                 os.replace(self.path / name, self.target / name)
+        self._remove()
+
+    def _remove(self) -> None:
+        """The folder goes, and last of it the plan: without one, what is left would not be known as ours."""
+        for path in self.path.iterdir():
+            if path.name != _PLAN:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         shutil.rmtree(self.path)
 
 
@@ -313,8 +332,18 @@ def open_files(folder: Path, stem: str) -> dict[str, TensorInfo]:
 
 
 def fingerprint(*paths: Path) -> list:
-    """What tells a source from another, or from itself after a change: names, sizes and times of its files."""
-    files = sorted(
-        file for path in paths for file in ([path] if path.is_file() else path.iterdir()) if file.is_file()
-    )  # fmt: skip
-    return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    """What tells a source from another, or from itself after a change: names, sizes and times of its files.
+
+    Shards in a folder within (an index may name such) and all parts of a split GGUF are among them.
+    """
+    files: set[Path] = set()
+    for path in paths:
+        part = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})", path.stem)
+        if path.is_dir():
+            files |= {file for pattern in ("*", "*/*.safetensors") for file in path.glob(pattern) if file.is_file()}
+        elif part is not None:
+            parts = path.parent.glob(f"*-of-{part[2]}{path.suffix}")
+            files |= {file for file in parts if file.name.startswith(part[1])}
+        else:
+            files.add(path)
+    return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)]
