@@ -22,7 +22,7 @@ from ligermodels.checkpoints_convert.files import listed, read_json
 from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo
 from ligermodels.checkpoints_convert.safetensors_file import DTYPES, known_dtypes, read_header, write_safetensors
 from ligermodels.checkpoints_convert.save import check_memory, to_json, write_bytes
-from ligermodels.checkpoints_convert.streamed import Source, WorkFolder
+from ligermodels.checkpoints_convert.streamed import Source, WorkFolder, says_tied, to_dtype
 from ligermodels.errors import CheckpointError
 
 __all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "Adapter", "merge_adapter", "merged", "read_adapter", "save_adapter"]
@@ -95,9 +95,15 @@ def read_adapter(folder: str | Path) -> Adapter:
             if ".lora_" in name or not name.endswith((".weight", ".bias")):
                 raise CheckpointError(f"{weights}: tensor {key} is no part of a plain LoRA")
             name = name.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")
-            saved[name.replace(".modules_to_save.", ".")] = info
+            name = name.replace(".modules_to_save.", ".")
+            if name in saved:
+                raise CheckpointError(f"{weights} replaces {name} twice, the second time as {key}")
+            saved[name] = info
             continue
-        halves.setdefault(found["module"], {})[found["side"]] = info
+        sides = halves.setdefault(found["module"], {})
+        if found["side"] in sides or (sides and bool(found["embedding"]) != (found["module"] in embeddings)):
+            raise CheckpointError(f"{weights} has two pairs for {found['module']}, the second with {key}")
+        sides[found["side"]] = info
         if found["embedding"]:
             embeddings.add(found["module"])
     if not halves and not saved:
@@ -202,32 +208,46 @@ def save_adapter(
 
 
 def merged(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, *, fan_in_fan_out: bool = False
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
+    *,
+    fan_in_fan_out: bool = False,
+    what: str = "the merged weight",
 ) -> torch.Tensor:
     """weight (out, in) + scale·b (out, r)·a (r, in), in fp32 and rounded once to the weight's dtype.
 
-    ``fan_in_fan_out``: the weight is stored (in, out). Returns a new tensor. Raises CheckpointError for unfit shapes.
+    ``fan_in_fan_out``: the weight is stored (in, out). Returns a new tensor. Raises CheckpointError for unfit shapes,
+    and, naming ``what``, where the sum is too large for the dtype.
     """
     shape = weight.shape[::-1] if fan_in_fan_out else weight.shape
     if weight.dim() != 2 or (b.shape[0], a.shape[1]) != tuple(shape):
         raise CheckpointError(f"B·A is {[b.shape[0], a.shape[1]]}, but the weight is {list(weight.shape)}")
     wide = torch.promote_types(weight.dtype, torch.float32)
     delta = b.to(wide) @ a.to(wide)
-    return (weight.to(wide) + scale * (delta.T if fan_in_fan_out else delta)).to(weight.dtype)
+    return to_dtype(weight.to(wide) + scale * (delta.T if fan_in_fan_out else delta), weight.dtype, what)
 
 
 def merge_adapter(base: Source, adapter: Adapter) -> Source:
     """The base with the adapter in its weights, tensor by tensor as they are made.
 
     A tied head is untied where the adapter changes it or the embedding alone, since the two then differ. Raises
-    CheckpointError for a module that the base has not and for shapes that do not fit.
+    CheckpointError for a module that the base has not, for shapes that do not fit, for numbers too large for the base's
+    dtype, and for an adapter of both that PEFT kept tied.
     """
     embed, head = "model.embed_tokens", "lm_head"
     touched = {*adapter.pairs, *(name.rpartition(".")[0] for name in adapter.saved)}
-    tied = base.config.get("tie_word_embeddings") and f"{head}.weight" not in base.tensors
     tensors, config = dict(base.tensors), dict(base.config)
-    if tied and touched & {embed, head}:
-        tensors[f"{head}.weight"] = tensors[f"{embed}.weight"]
+    ends = {module for module in touched if module.split(".")[-1] in ("embed_tokens", head)}
+    if says_tied(config) and ends:
+        plain = ends <= {embed, head} and f"{embed}.weight" in tensors
+        if adapter.config.get("ensure_weight_tying") or not plain:
+            raise CheckpointError(
+                f"{adapter.folder} adapts {min(ends)} of {base.path}, whose head and embedding are tied: such an "
+                "adapter (ensure_weight_tying, or of a vision-language model) is not merged"
+            )
+        tensors.setdefault(f"{head}.weight", tensors[f"{embed}.weight"])
         config["tie_word_embeddings"] = False
     unknown = [name for name in (*(f"{m}.weight" for m in adapter.pairs), *adapter.saved) if name not in tensors]
     if unknown:
@@ -248,7 +268,8 @@ def merge_adapter(base: Source, adapter: Adapter) -> Source:
 
     def make(name: str) -> torch.Tensor:
         if name in adapter.saved:
-            weight = adapter.read(adapter.saved[name], dtype=tensors[name].dtype)
+            weight = adapter.read(adapter.saved[name])
+            weight = to_dtype(weight, tensors[name].dtype, f"{adapter.saved[name].file}: tensor {name}")
         else:
             weight = base.make(f"{embed}.weight" if name not in base.tensors else name)
         module = name.removesuffix(".weight")
@@ -256,6 +277,7 @@ def merge_adapter(base: Source, adapter: Adapter) -> Source:
             return weight
         a, b = (adapter.read(info) for info in adapter.pairs[module])
         flip = transposed or module in adapter.embeddings
-        return merged(weight, a, b, adapter.scale(module), fan_in_fan_out=flip)
+        what = f"{base.path} with {adapter.folder}: tensor {name}"
+        return merged(weight, a, b, adapter.scale(module), fan_in_fan_out=flip, what=what)
 
     return replace(base, tensors=tensors, config=config, make=make)
