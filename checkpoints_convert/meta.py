@@ -141,6 +141,7 @@ def open_meta(folder: Path) -> Source:
     shards = _shards(folder)
     parts = [open_pth(path) for path in shards]
     tensors = [{n: t for n, t in part.tensors.items() if n != "rope.freqs"} for part in parts]
+    _check_alike(shards, parts)
     for path, found in zip(shards, tensors, strict=True):
         if found.keys() != tensors[0].keys():
             odd = min(found.keys() ^ tensors[0].keys())
@@ -154,9 +155,19 @@ def open_meta(folder: Path) -> Source:
     width = gate.shape[0] * len(shards)
     config = _config(folder, params, vocab, width)
     head = "output.weight"
+    frequencies = parts[0].tensors.get("rope.freqs")
+    if frequencies is not None and frequencies.shape != (config["head_dim"] // 2,):
+        raise CheckpointError(
+            f"{shards[0]}: rope.freqs is {list(frequencies.shape)}, but {PARAMS} gives heads of {config['head_dim']}"
+        )
+    tied = head not in tensors[0] or all(
+        _same(part, found["tok_embeddings.weight"], found[head]) for part, found in zip(parts, tensors, strict=True)
+    )
     if config["tie_word_embeddings"] is None:
-        config["tie_word_embeddings"] = head not in tensors[0] or all(
-            _same(part, found["tok_embeddings.weight"], found[head]) for part, found in zip(parts, tensors, strict=True)
+        config["tie_word_embeddings"] = tied
+    elif config["tie_word_embeddings"] and not tied:
+        raise CheckpointError(
+            f"{shards[0]}: {head} differs from tok_embeddings.weight, though {HF_CONFIG} says tie_word_embeddings true"
         )
     if config["rope_scaling"] is not None and config["rope_scaling"]["factor"] is None:
         config["rope_scaling"]["factor"] = 32.0 if config["tie_word_embeddings"] else 8.0  # Llama 3.2, 3.1
@@ -185,6 +196,21 @@ def open_meta(folder: Path) -> Source:
     config["torch_dtype"] = first
     meta = {ours: torch.empty(shape, dtype=dtypes[ours], device="meta") for ours, shape in expected.items()}
     return Source(folder, config, meta, make, companions(folder))
+
+
+def _check_alike(shards: list[Path], parts: list[Checkpoint]) -> None:
+    """Raise CheckpointError for files of tensor parallelism of several dtypes, or whose copies of a norm differ."""
+    first = parts[0].tensors
+    for path, part in zip(shards[1:], parts[1:], strict=True):
+        for name, info in part.tensors.items():
+            if name not in first:
+                continue  # told of by name elsewhere
+            if info.dtype != first[name].dtype:
+                raise CheckpointError(f"{path}: {name} is {info.dtype}, in {shards[0].name} it is {first[name].dtype}")
+            if name.endswith("norm.weight") and len(info.shape) == 1:
+                both = Checkpoint(part.folder, {"a": info, "b": first[name]})
+                if not _same(both, info, first[name]):
+                    raise CheckpointError(f"{path}: {name} differs from that in {shards[0].name}: of another model?")
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -266,10 +292,15 @@ def _config(folder: Path, params: dict, vocab: int, width: int) -> dict:
             "high_freq_factor": float(number(path, params, "rope_high_freq_factor", 4.0)),
             "original_max_position_embeddings": 8192,
         }
-    beside = read_beside(folder, config, (*SIZES, "rms_norm_eps", "rope_theta"))
+    fixed = (*SIZES, "model_type", "rms_norm_eps", "rope_theta", "attention_bias", "mlp_bias")
+    beside = read_beside(folder, config, fixed)
     if not beside:
         return config
     scaling = beside.get("rope_scaling")
+    if bool(scaling) != scaled:
+        raise CheckpointError(
+            f"{folder / HF_CONFIG}: rope_scaling is {str(scaling)[:200]}, {PARAMS} says use_scaled_rope {scaled}"
+        )
     if scaling is not None and not (isinstance(scaling, dict) and scaling.get("factor")):
         raise CheckpointError(f"{folder / HF_CONFIG}: rope_scaling must be null or an object with a factor")
     return config | beside | {"rope_scaling": scaling}

@@ -136,7 +136,14 @@ def _config(folder: Path, tensors: dict[str, TensorInfo]) -> dict:
             raise CheckpointError(f"{path}: num_experts is {experts}, but there are {len(tensors)} tensors")
         config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": experts}
         config["num_experts_per_tok"] = whole(path, moe, "num_experts_per_tok")
-    return config | read_beside(folder, config, (*SIZES, "model_type"))
+        if config["num_experts_per_tok"] > experts:
+            raise CheckpointError(
+                f"{path}: num_experts_per_tok is {config['num_experts_per_tok']}, of {experts} experts"
+            )
+    fixed = [*SIZES, "model_type", "rms_norm_eps", "sliding_window"]
+    fixed += ["rope_theta"] if "rope_theta" in params else []
+    fixed += ["num_local_experts", "num_experts_per_tok"] if moe else []
+    return config | read_beside(folder, config, fixed)
 
 
 def write_mistral(

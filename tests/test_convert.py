@@ -756,3 +756,187 @@ def test_work_folder_of_a_failed_write_says_where(tmp_path, monkeypatch):
     monkeypatch.setattr(streamed, "write_safetensors", full)
     with pytest.raises(CheckpointError, match=r"out\.partial.*No space left"):
         convert(folder_of(LLAMA, tmp_path / "hf"), tmp_path / "out", to="hf")
+
+
+# --------------------------------------------------------------------------------- what must not become other weights
+
+
+def changed_pth(path: Path, **tensors) -> None:
+    """The same file with tensors replaced or added (dots as double underscores)."""
+    state = torch.load(path, weights_only=True)
+    torch.save(state | {name.replace("__", "."): t for name, t in tensors.items()}, path)
+
+
+def test_files_of_tensor_parallelism_must_be_of_one_model(tmp_path):
+    source = folder_of(LLAMA | {"vocab_size": 96}, tmp_path / "hf")
+    folder = convert(source, tmp_path / "meta", to="meta", max_shard_size="150KB")
+    second = folder / "consolidated.01.pth"
+    good = second.read_bytes()
+    changed_pth(second, norm__weight=torch.zeros(64).half())
+    with pytest.raises(CheckpointError, match=r"01\.pth: norm\.weight differs from that in consolidated\.00\.pth"):
+        convert(folder, tmp_path / "out", to="hf")
+    second.write_bytes(good)
+    changed_pth(second, output__weight=torch.zeros(48, 64))
+    with pytest.raises(CheckpointError, match=r"01\.pth: output\.weight is torch\.float32, in consolidated\.00\.pth"):
+        convert(folder, tmp_path / "out", to="hf")
+
+
+def test_what_is_beside_the_weights_must_not_contradict_them(tmp_path):
+    folder = convert(folder_of(LLAMA_32, tmp_path / "hf"), tmp_path / "meta", to="meta")
+    head = torch.load(folder / "consolidated.00.pth", weights_only=True)["output.weight"]
+    changed_pth(folder / "consolidated.00.pth", output__weight=head + 1)
+    with pytest.raises(CheckpointError, match=r"output\.weight differs .* tie_word_embeddings true"):
+        convert(folder, tmp_path / "out", to="hf")
+    changed_pth(folder / "consolidated.00.pth", output__weight=head, rope__freqs=torch.ones(8))
+    with pytest.raises(CheckpointError, match=r"rope\.freqs is \[8\], but params\.json gives heads of 8"):
+        convert(folder, tmp_path / "out", to="hf")
+
+    mixtral = convert(folder_of(MIXTRAL, tmp_path / "mixtral"), tmp_path / "mistral", to="mistral")
+    for place, file, change, says in [
+        (folder, "params.json", {"use_scaled_rope": False}, "use_scaled_rope False"),
+        (folder, "hf_config.json", {"attention_bias": True}, "attention_bias is True"),
+        (mixtral, "params.json", {"moe": {"num_experts": 3, "num_experts_per_tok": 1}}, "num_experts_per_tok is 2"),
+        (mixtral, "params.json", {"moe": {"num_experts": 3, "num_experts_per_tok": 4}}, "is 4, of 3 experts"),
+        (mixtral, "params.json", {"sliding_window": 5}, "sliding_window is None"),
+    ]:
+        good = (place / file).read_text()
+        (place / file).write_text(json.dumps(json.loads(good) | change))
+        with pytest.raises(CheckpointError, match=says):
+            convert(place, tmp_path / "out", to="hf")
+        (place / file).write_text(good)
+
+
+@pytest.mark.parametrize("copy", [False, True], ids=["no head", "copy of the head"])
+def test_an_adapter_of_an_embedding_unties_also_by_default_and_beside_a_copy(tmp_path, copy):
+    """A Gemma is tied where its config says nothing; a copy of the head does not change that."""
+    config = {key: value for key, value in SHARED.items() if key != "tie_word_embeddings"}
+    config |= {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"}
+    base = folder_of(config, tmp_path / "base", torch.float32)
+    before = tensors_of(base)
+    if copy:
+        head = {"lm_head.weight": before["model.embed_tokens.weight"].clone()}
+        save_checkpoint(base, before | head, read_config(base))
+    a, b = pair(64, 97)
+    for name, more in (("plain", {}), ("tied", {"ensure_weight_tying": True})):
+        settings = {"r": 4, "lora_alpha": 4} | more
+        embedding = {"model.embed_tokens"}
+        save_adapter(tmp_path / name, {"model.embed_tokens": (a, b)}, settings, embeddings=embedding)
+    folder = convert(tmp_path / "plain", tmp_path / "merged", to="hf", base=base)
+    assert torch.equal(tensors_of(folder)["lm_head.weight"], before["model.embed_tokens.weight"])
+    assert read_config(folder)["tie_word_embeddings"] is False
+    with pytest.raises(CheckpointError, match="ensure_weight_tying"):
+        convert(tmp_path / "tied", tmp_path / "out", to="hf", base=base)
+
+
+def test_adapters_that_overflow_or_say_a_thing_twice_are_refused(tmp_path):
+    base = folder_of(LLAMA, tmp_path / "base")
+    a, b = pair(112, 64)
+    save_adapter(tmp_path / "pair", {"model.layers.0.mlp.up_proj": (a * 1e3, b * 1e3)}, {"r": 4, "lora_alpha": 8})
+    save_adapter(tmp_path / "saved", {}, {"r": 4}, saved={"model.norm.weight": torch.full((64,), 1e6)})
+    for name, tensor in (("pair", r"up_proj\.weight"), ("saved", r"norm\.weight")):
+        with pytest.raises(CheckpointError, match=rf"{tensor} holds numbers up to .*too large for torch\.float16"):
+            convert(tmp_path / name, tmp_path / "out", to="hf", base=base)
+    for name, again, says in (("pair", ".default.weight", "two pairs"), ("saved", ".x", "twice")):
+        path = tmp_path / name / "adapter_model.safetensors"
+        state = load_file(path)
+        for key, tensor in list(state.items()):
+            key = key.replace("norm.weight", "norm.modules_to_save.default.weight")
+            state[key.replace(".weight", again) if name == "pair" else key] = tensor
+        save_file({key: tensor.clone() for key, tensor in state.items()}, path)
+        with pytest.raises(CheckpointError, match=says):
+            read_adapter(tmp_path / name)
+
+
+def test_the_source_is_never_written_to(tmp_path):
+    source = folder_of(LLAMA, tmp_path / "x.partial")
+    (source / "plan.json").write_text("mine")
+    before = tensors_of(source)
+    (tmp_path / "links").mkdir()
+    for file in source.iterdir():
+        (tmp_path / "links" / file.name).symlink_to(file)
+    for folder, target, to in [
+        (source, tmp_path / "x", "hf"),
+        (source, source / "model.safetensors", "gguf"),
+        (tmp_path / "links", source, "hf"),
+    ]:
+        with pytest.raises(CheckpointError, match="source"):
+            convert(folder, target, to=to, dtype="float32", force=True)
+        assert same(tensors_of(source), before)
+
+
+def test_targets_that_are_no_plain_name(tmp_path, monkeypatch):
+    source = folder_of(LLAMA, tmp_path / "hf")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    convert(source, tmp_path / "link", to="hf")
+    check_same_model(source, tmp_path / "real")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    check_same_model(source, convert(source, ".", to="hf"))
+    (tmp_path / "nothing").symlink_to(tmp_path / "nowhere")
+    for target in ("x" * 300, "a\0b", "/", tmp_path / "nothing"):
+        with pytest.raises(CheckpointError):
+            convert(source, target, to="hf")
+
+
+KILLED = """
+import os, signal, sys
+from ligermodels.checkpoints_convert.convert import convert
+root, left = sys.argv[1], int(sys.argv[2])
+
+def hook(event, arguments):
+    global left
+    if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.copyfile"):
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+for n in range(1, 60):
+    pid = os.fork()
+    if not pid:
+        left = n
+        sys.addaudithook(hook)
+        convert(f"{root}/hf", f"{root}/{n}", to="hf", max_shard_size="80KB")
+        os._exit(0)
+    killed = os.waitpid(pid, 0)[1]
+    if not os.path.exists(f"{root}/{n}"):
+        convert(f"{root}/hf", f"{root}/{n}", to="hf", max_shard_size="80KB")
+    if not killed:
+        break
+print(n)
+"""
+
+
+def test_killed_wherever_it_renames_or_deletes_a_conversion_continues(tmp_path):
+    folder_of(LLAMA, tmp_path / "hf")
+    command = [sys.executable, "-c", KILLED, str(tmp_path), "0"]
+    count = int(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
+    assert count > 5
+    whole = {path.name: path.read_bytes() for path in (tmp_path / str(count)).iterdir()}
+    for n in range(1, count):
+        found = {path.name: path.read_bytes() for path in (tmp_path / str(n)).iterdir() if path.name != "plan.json"}
+        assert found == whole, n
+
+
+def test_a_full_disk_is_told_for_pickles_too(tmp_path):
+    import resource
+    import signal
+
+    source, old = folder_of(LLAMA, tmp_path / "hf"), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"could not write .*consolidated\.00\.pth\.tmp"):
+            convert(source, tmp_path / "meta", to="meta")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, old)
+
+
+def test_every_part_of_a_source_tells_it_from_another(tmp_path):
+    for i in (1, 2):
+        (tmp_path / f"a-0000{i}-of-00002.gguf").write_text("x")
+    (tmp_path / "within").mkdir()
+    (tmp_path / "within" / "model-00001-of-00001.safetensors").write_text("x")
+    assert len(streamed.fingerprint(tmp_path / "a-00001-of-00002.gguf")) == 2
+    assert len(streamed.fingerprint(tmp_path)) == 3
