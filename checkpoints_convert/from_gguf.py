@@ -19,6 +19,7 @@ from ligermodels.checkpoints_convert.gguf_file import GGUFTensor, load_tensor, r
 from ligermodels.checkpoints_convert.gguf_layout import Entry, deinterleave, layout
 from ligermodels.checkpoints_convert.gguf_tokenizer import generation_config_of, tokenizer_config_of, tokenizer_of
 from ligermodels.checkpoints_convert.streamed import Source, expect_shapes, fingerprint, write_hf
+from ligermodels.errors import CheckpointError
 
 __all__ = ["convert_gguf", "open_gguf"]
 
@@ -61,6 +62,11 @@ def open_gguf(path: Path, *, dtype: torch.dtype | None = None) -> Source:
     config["eos_token_id"] = generation.get("eos_token_id")
     files: dict[str, Path | dict] = {"generation_config.json": generation}
     tokenizer = tokenizer_of(path, metadata)
+    if tokenizer is not None and len(metadata["tokenizer.ggml.tokens"]) > config["vocab_size"]:
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.tokens lists {len(metadata['tokenizer.ggml.tokens'])} tokens, but "
+            f"token_embd.weight has {config['vocab_size']} rows"
+        )
     if tokenizer is not None:
         files |= {
             "tokenizer.json": tokenizer,
@@ -94,14 +100,16 @@ def open_gguf(path: Path, *, dtype: torch.dtype | None = None) -> Source:
 
 
 def _own_dtype(entries: dict[str, GGUFTensor]) -> torch.dtype:
-    """The one dtype of all matrices (norms, biases and routers are always fp32), or bfloat16 for quantised files."""
+    """A dtype for all matrices (norms, biases and routers are always fp32), or bfloat16 if any is quantised."""
     kinds = {
         entry.kind.name
         for name, entry in entries.items()
         if len(entry.shape) > 1 and not name.endswith("ffn_gate_inp.weight")
     }
     plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    return plain.get(kinds.pop(), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16
+    if not kinds <= plain.keys():
+        return torch.bfloat16
+    return plain[kinds.pop()] if len(kinds) == 1 else torch.float32
 
 
 def _with_packed_attention(expected: dict[str, Entry], entries: dict, config: dict) -> dict[str, Entry]:

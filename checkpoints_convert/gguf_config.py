@@ -22,6 +22,26 @@ __all__ = ["config_of", "metadata_of", "rope_tensors"]
 
 MODEL_TYPE = "ligermodels.model_type"
 _PARTIAL = ("phi3", "glm", "glm4")  # rotate a part of each head
+# Keys of arithmetic that the families here have not, and the values that mean that there is none of it.
+_REFUSED = {
+    "attention.scale": (0,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.causal": (True,),
+    "use_parallel_residual": (False,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_weights_scale": (0, 1),
+    "expert_gating_func": (0, 1),
+    "expert_group_count": (0, 1),
+    "leading_dense_block_count": (0,),
+    "rope.scaling.alpha": (0, 1),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (-1, 1),
+    "rope.scaling.yarn_log_multiplier": (0,),
+}
 _LARGE = {"gemma2": 46, "gemma3_text": 62}  # the 27Bs, whose scores are scaled by (H / A)^-½ instead of D^-½
 
 
@@ -72,6 +92,18 @@ def config_of(path: Path, metadata: dict, entries: dict[str, GGUFTensor], dtype:
 
     experts = metadata.get(f"{architecture}.expert_count", 0)
     family = _family(path, metadata, architecture, bool(experts))
+    none = dict(_REFUSED)
+    if "rope_factors_long.weight" not in entries:
+        none["rope.scaling.attn_factor"] = (1,)
+    none |= {"gemma2": {}, "gemma3_text": {"attn_logit_softcapping": (0,)}}.get(
+        family, {"attn_logit_softcapping": (0,), "final_logit_softcapping": (0,)}
+    )
+    if family in ("gemma2", "gemma3_text"):
+        none["attention.sliding_window_pattern"] = (2 if family == "gemma2" else 6,)
+    for key, harmless in none.items():
+        value = metadata.get(f"{architecture}.{key}", harmless[0])
+        if value not in harmless:
+            raise CheckpointError(f"{path}: {architecture}.{key} is {str(value)[:80]}, which a {family} here has not")
     if "token_embd.weight" not in entries or len(entries["token_embd.weight"].shape) != 2:
         raise CheckpointError(f"{path} lacks the tensor token_embd.weight (vocabulary, hidden size)")
     hidden, heads = size("embedding_length"), size("attention.head_count")
@@ -242,6 +274,11 @@ def _rope_scaling(path: Path, metadata: dict, entries: dict, rotary: int, theta:
     if kind == "yarn":
         original = need_positive(path, metadata, prefix + "original_context_length")
         scaling["original_max_position_embeddings"] = original
+        for beta, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            key = f"{prefix}yarn_{beta}"
+            value = _decimal(need_positive(path, {key: usual} | metadata, key, float))
+            if value != usual:
+                scaling[beta] = value
     return scaling
 
 
@@ -259,11 +296,19 @@ def _llama3_scaling(path: Path, entry: GGUFTensor, rotary: int, theta: float) ->
     found = load_tensor(path, entry, torch.float32).double()
     scaling = {
         "rope_type": "llama3",
-        "factor": found.max().item(),
+        "factor": 1.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
+    # The slowest frequency is divided by the factor, or by less where even its wave is short.
+    smooth = 1 / _llama3_divisors(scaling | {"factor": math.inf}, rotary, theta)[-1].item()
+    if smooth < 1 and found[-1] > 0:
+        exact = (1 - smooth) / max(1 / found[-1].item() - smooth, 1e-9)
+        for factor in (_decimal(found[-1].item()), float(f"{exact:.4g}"), exact):
+            scaling["factor"] = factor
+            if torch.equal(_llama3_divisors(scaling, rotary, theta).float().double(), found):
+                break
     if not torch.allclose(found, _llama3_divisors(scaling, rotary, theta), rtol=1e-4):
         raise CheckpointError(
             f"{path}: rope_freqs.weight is not what Llama 3's scaling gives (low 1, high 4, original length 8192)"

@@ -83,6 +83,11 @@ def _read_one(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     if reader.byte_order != "I":  # "S" for swapped: dequantisation would take its numbers for native ones
         raise CheckpointError(f"{path} is a GGUF of the other byte order: only little-endian ones can be read")
 
+    end, before = 0, ""
+    for tensor in sorted(reader.tensors, key=lambda tensor: tensor.data_offset):
+        if tensor.data_offset < end:
+            raise CheckpointError(f"{path}: tensor {tensor.name} begins within {before}, so one of them is wrong")
+        end, before = tensor.data_offset + tensor.n_bytes, tensor.name
     tensors = {}
     for tensor in reader.tensors:
         shape = tuple(reversed(tensor.shape.tolist()))

@@ -252,6 +252,8 @@ def _tokenizer_metadata(raw: dict, said: dict, files: Mapping, config: dict, whe
     def place(token: str, number: int, kind: int) -> None:
         if not 0 <= number < rows:
             raise CheckpointError(f"{where}: token {token!r} has the id {number}, but the model has {rows} rows")
+        if kinds[number] != _UNUSED and tokens[number] != token:
+            raise CheckpointError(f"{where}: tokenizer.json gives the id {number} to {tokens[number]!r} and {token!r}")
         tokens[number], kinds[number] = token, kind
 
     for token, number in model["vocab"].items():
@@ -273,6 +275,9 @@ def _tokenizer_metadata(raw: dict, said: dict, files: Mapping, config: dict, whe
     out["tokenizer.ggml.pre"] = _rule(raw, config["model_type"], where) if byte_level else "default"
     out["tokenizer.ggml.tokens"], out["tokenizer.ggml.token_type"] = tokens, kinds
     if byte_level:
+        odd = next((merge for merge in merges if len(merge) != 2 or " " in "".join(merge)), None)
+        if odd is not None:
+            raise CheckpointError(f"{where}: the merge {odd} of tokenizer.json cannot be said in a GGUF: it has spaces")
         out["tokenizer.ggml.merges"] = [" ".join(merge) for merge in merges]
     else:
         out["tokenizer.ggml.scores"] = _scores(tokens, kinds, merges, where)

@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,8 @@ _SYNC = 256 << 20  # bytes between two points at which an interrupted run can go
 def write_gguf(
     source: Source, target: Path, *, kind: str | None = None, force: bool = False, plan: object = None
 ) -> Path:
-    """Write ``source`` to the file ``target`` and return it. ``kind``: F32, F16, BF16, Q8_0; None: the source's dtype.
+    """Write ``source`` to the file ``target`` and return it. ``kind``: F32, F16, BF16, Q8_0; None: the source's dtype,
+    or F32 where its matrices are of several.
 
     Raises CheckpointError if the package gguf is missing, for a tensor that is missing, unknown or overflows fp16, and
     a target that is taken; ConfigError for what the format or llama.cpp's code for the family cannot say.
@@ -55,9 +57,15 @@ def write_gguf(
     for entry in entries.values():
         shapes |= dict.fromkeys(entry.names, entry.shape[1:] if len(entry.names) > 1 else entry.shape)
     expect_shapes(source.path, source.tensors, shapes, f"a GGUF of type {config['model_type']}")
-    if kind is None:
-        first = next(t.dtype for t in source.tensors.values() if t.dim() > 1)
-        kind = KINDS.get(str(first).removeprefix("torch."), "F32")
+    if kind is None:  # one that holds every matrix as it is
+        plain = [name for key, entry in entries.items() if _kind(key, entry, "F16") == "F16" for name in entry.names]
+        widest = reduce(torch.promote_types, {source.tensors[name].dtype for name in plain})
+        double = next((name for name, t in source.tensors.items() if t.dtype == torch.float64), None)
+        if double is not None:
+            raise CheckpointError(
+                f"{source.path}: tensor {double} is float64: say in which dtype to write it (--dtype)"
+            )
+        kind = KINDS[str(widest).removeprefix("torch.")]
     entries = {name: Entry(tuple(t.shape), ()) for name, t in constants.items()} | entries
     kinds = {name: GGMLQuantizationType[_kind(name, entry, kind)] for name, entry in entries.items()}
     keys |= tokenizer_metadata(source.files, config, source.path)

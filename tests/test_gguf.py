@@ -821,3 +821,81 @@ def test_a_real_folder_would_become_the_gguf_it_came_from(converted):
         if key in keys
     }
     assert {name: entry.shape for name, entry in layout(config).items()} == {n: e.shape for n, e in entries.items()}
+
+
+# --------------------------------------------------------------------------------- what must not become other weights
+
+
+def rewritten(file: Path, target: Path, keys: dict) -> Path:
+    """The same GGUF with further keys."""
+    metadata, entries = read_gguf(file)
+    writer = gguf.GGUFWriter(target, metadata["general.architecture"])
+    for key, value in (metadata | keys).items():
+        if not key.startswith(("general.architecture", "GGUF.")):
+            add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
+            add[type(value)](key, value)
+    for name, entry in entries.items():
+        writer.add_tensor(name, np.array(entry.data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def test_tensors_that_overlap_are_refused(tmp_path):
+    file = quiet(folder_of(LLAMA, tmp_path / "hf"), tmp_path / "model.gguf")
+    content = bytearray(file.read_bytes())
+    gate, up = (
+        content.index(name) + len(name) + 4 + 2 * 8 + 4 for name in (b"blk.0.ffn_gate.weight", b"0.ffn_up.weight")
+    )
+    content[up : up + 8] = content[gate : gate + 8]
+    file.write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=r"model\.gguf: tensor blk\.0\.ffn_up\.weight begins within blk\.0\.ffn_gate"
+    ):
+        convert(file, tmp_path / "out", to="hf")
+
+
+def test_keys_that_change_the_numbers_are_read_or_refused(tmp_path):
+    file = quiet(folder_of(LLAMA | {"rope_scaling": YARN}, tmp_path / "hf"), tmp_path / "model.gguf")
+    fast = rewritten(file, tmp_path / "fast.gguf", {"llama.rope.scaling.yarn_beta_fast": 16.0})
+    assert read_config(convert(fast, tmp_path / "fast", to="hf"))["rope_scaling"]["beta_fast"] == 16
+    for key, value in [("attention.scale", 0.5), ("final_logit_softcapping", 30.0), ("attention.causal", False)]:
+        other = rewritten(file, tmp_path / "other.gguf", {f"llama.{key}": value})
+        with pytest.raises(CheckpointError, match=rf"other\.gguf: llama\.{key} is {value}"):
+            convert(other, tmp_path / "out", to="hf")
+
+
+@pytest.mark.parametrize("factor, theta", [(32.0, 5e5), (3.3, 5e5), (8.0, 1e4), (7.77, 1e4)])
+def test_the_factor_of_llama_3_is_found_also_where_no_frequency_has_all_of_it(tmp_path, factor, theta):
+    scaling = LLAMA_32["rope_scaling"] | {"factor": factor}
+    source = folder_of(LLAMA_32 | {"rope_scaling": scaling, "rope_theta": theta}, tmp_path / "hf")
+    check_same_model(source, convert(quiet(source, tmp_path / "model.gguf"), tmp_path / "back", to="hf"))
+
+
+@pytest.mark.parametrize("narrow, wide", [("float16", "bfloat16"), ("bfloat16", "float32")])
+def test_matrices_of_several_dtypes_keep_their_numbers(tmp_path, narrow, wide):
+    source = folder_of(LLAMA, tmp_path / "hf", torch.bfloat16)
+    mixed = {n: t.to(getattr(torch, wide if "layers.1.mlp" in n else narrow)) for n, t in tensors_of(source).items()}
+    save_checkpoint(source, mixed, read_config(source), max_shard_size="30KB")
+    back = tensors_of(convert(quiet(source, tmp_path / "model.gguf"), tmp_path / "back", to="hf"))
+    assert all(torch.equal(back[name], tensor.float()) for name, tensor in mixed.items())
+    save_checkpoint(source, {n: t.double() for n, t in mixed.items()}, read_config(source))
+    with pytest.raises(CheckpointError, match="is float64: say in which dtype"):
+        convert(source, tmp_path / "double.gguf", to="gguf")
+
+
+def test_tokens_that_a_gguf_cannot_say_are_refused(tmp_path):
+    source = folder_of(LLAMA | {"vocab_size": 270}, tmp_path / "hf")
+    byte_level(source, RULES["gpt-2"])
+    good = json.loads((source / "tokenizer.json").read_text())
+    spaces = good["model"] | {"vocab": good["model"]["vocab"] | {"a b": 263, "a bc": 264}, "merges": [["a b", "c"]]}
+    twice = [good["added_tokens"][0] | {"id": 5}]
+    for change, says in [({"model": spaces}, "it has spaces"), ({"added_tokens": twice}, "gives the id 5 to")]:
+        (source / "tokenizer.json").write_text(json.dumps(good | change))
+        with pytest.raises(CheckpointError, match=says):
+            convert(source, tmp_path / "model.gguf", to="gguf")
+    file = write_gguf(tmp_path / "a.gguf", weights(True, 200), tokens=BPE_TOKENS)
+    with pytest.raises(CheckpointError, match=r"tokens lists 258 tokens, but token_embd\.weight has 200 rows"):
+        convert_gguf(file, tmp_path / "out")
