@@ -152,7 +152,7 @@ class WorkFolder:
             if not target.name:
                 raise CheckpointError(f"{target} cannot be the target: give a folder")
         self.target, self.names, self.force = target, None if names is None else list(names), force
-        self.marker, self.own = marker, set(own)
+        self.marker, self.own, self._held = marker, set(own), None
         self.path = target.with_name(target.name + ".partial")
         self.plan = hashlib.sha256(json.dumps(plan, sort_keys=True, default=str).encode()).hexdigest()
         self._check()
@@ -176,15 +176,35 @@ class WorkFolder:
     def __enter__(self) -> WorkFolder:
         try:
             plan = self.path / _PLAN
+            if plan.is_file():
+                self._lock(plan)
             if self.path.exists() and not (plan.is_file() and plan.read_text(errors="replace") == self.plan):
                 if not plan.is_file() and any(self.path.iterdir()):
                     raise CheckpointError(f"{self.path} is in the way, and it is not ours: move it away")
                 self._remove()
             self.path.mkdir(parents=True, exist_ok=True)
             plan.write_text(self.plan)
+            self._lock(plan)
         except OSError as error:
             raise CheckpointError(f"cannot write to {self.path}: {error}") from error
         return self
+
+    def _lock(self, plan: Path) -> None:
+        """Two runs at once would write into each other's files. The lock ends with the process, however that ends."""
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return
+        if self._held is not None:
+            self._held.close()
+        self._held = open(plan, "a")  # noqa: SIM115 - held until the run ends
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._held.close()
+            raise CheckpointError(f"another run is writing to {self.path}: wait for it, or end it") from None
+        except OSError:
+            pass  # a file system without locks
 
     def write(self, texts: Mapping[str, bytes], copies: Mapping[str, Path]) -> None:
         """The files beside the weights, by name."""
@@ -194,6 +214,13 @@ class WorkFolder:
             shutil.copyfile(path, self.path / name)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self._leave(error)
+        finally:
+            if self._held is not None:
+                self._held.close()
+
+    def _leave(self, error: BaseException | None) -> None:
         if isinstance(error, OSError):
             raise CheckpointError(f"could not write {self.path}: {error}") from error
         if error is None:

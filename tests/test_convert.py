@@ -940,3 +940,15 @@ def test_every_part_of_a_source_tells_it_from_another(tmp_path):
     (tmp_path / "within" / "model-00001-of-00001.safetensors").write_text("x")
     assert len(streamed.fingerprint(tmp_path / "a-00001-of-00002.gguf")) == 2
     assert len(streamed.fingerprint(tmp_path)) == 3
+
+
+def test_two_runs_at_once_do_not_mix(tmp_path):
+    with streamed.WorkFolder(tmp_path / "out", ["a"], 1, marker="a") as first:
+        (first.path / "a").write_text("x")
+        for plan in (1, 2):
+            with (
+                pytest.raises(CheckpointError, match=r"another run is writing to .*out\.partial"),
+                streamed.WorkFolder(tmp_path / "out", ["a"], plan, marker="a"),
+            ):
+                pass
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"]
