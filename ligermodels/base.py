@@ -17,7 +17,7 @@ from ligermodels.checkpoints_convert.hub import download
 from ligermodels.checkpoints_convert.reading import same_values
 from ligermodels.checkpoints_convert.rewrites import to_model_names
 from ligermodels.config import Config, resolve_dtype
-from ligermodels.decode import Kept
+from ligermodels.decode import KeptDecoder
 from ligermodels.errors import CheckpointError, ConfigError, LigerError
 from ligermodels.inputs import (
     CacheShape,
@@ -83,7 +83,7 @@ class CausalLM(nn.Module):
         self.activation_memory: str | tuple[str, ...] = "fast"
         self._offload: Offload | None = None
         self._ids_checked = False
-        self.kept_decoder = Kept()
+        self.kept_decoder = KeptDecoder()
 
     # ---------------------------------------------------------------------------------------------- loading, saving
 

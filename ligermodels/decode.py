@@ -109,7 +109,7 @@ class Decoder:
         self.sampler.restore(before)
 
 
-class Kept:
+class KeptDecoder:
     """The last decoder of a model, for the next call: that takes it out, so that no two use it at once, and puts it
     back at its end. Copies and pickles of the model start with none."""
 
@@ -128,11 +128,11 @@ class Kept:
         fits = decoder.cache is cache if cache is not None else decoder.owns and decoder.cache.max_length >= length
         return decoder if fits else None
 
-    def __deepcopy__(self, memo: Any) -> Kept:
-        return Kept()
+    def __deepcopy__(self, memo: Any) -> KeptDecoder:
+        return KeptDecoder()
 
     def __reduce__(self) -> Any:
-        return Kept, ()
+        return KeptDecoder, ()
 
 
 def decoder_for(
@@ -162,8 +162,9 @@ def decoder_for(
     if not capture and not (fused and model.dtype == torch.float32):
         return None
     kept = model.kept_decoder
-    regime = _rope_regime(model, longest)
-    key = (sampler.key, rows, regime, _fingerprint(model))
+    border = model.model.rotary_emb.border
+    beyond = border is not None and longest > border  # LongRoPE's long factors
+    key = (sampler.key, rows, beyond, _fingerprint(model))
     decoder = kept.take(key, cache, length)
     if decoder is not None or (capture and steps < 8):
         return decoder
@@ -185,7 +186,7 @@ def decoder_for(
 
 def capturable(model: Any, length: int) -> bool:
     """Whether a step of this model may be captured, or run fused. Reads no values from the device."""
-    if not isinstance(getattr(model, "kept_decoder", None), Kept) or not hasattr(model.model, "rotary_emb"):
+    if not isinstance(getattr(model, "kept_decoder", None), KeptDecoder) or not hasattr(model.model, "rotary_emb"):
         return False
     kind = model.device.type
     if kind not in ("cuda", "cpu") or (kind == "cuda" and torch.cuda.is_current_stream_capturing()):
@@ -208,11 +209,6 @@ def _fingerprint(model: nn.Module) -> tuple:
     """Changes when a captured graph would read what the model no longer is."""
     tensors = tuple((t.data_ptr(), t.dtype, t.shape) for t in (*model.parameters(), *model.buffers()))
     return tensors, tuple(map(type, model.modules()))
-
-
-def _rope_regime(model: CausalLM, longest: int) -> bool:
-    rope = model.model.rotary_emb.rope
-    return rope["rope_type"] == "longrope" and longest > rope["original_max_position_embeddings"]
 
 
 # ------------------------------------------------------------------------------------------------- the fused step

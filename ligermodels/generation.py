@@ -254,8 +254,8 @@ def _device_steps(request: _Request) -> Iterator[Sampler]:
     model, ids, mask, new = request.model, request.input_ids, request.attention_mask, request.max_new_tokens
     B, S = ids.shape
     length = S + new - 1  # the last token is never fed back
-    border = _rope_border(model)
-    by_length = _rope(model).get("rope_type") in ("longrope", "dynamic")
+    rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
+    border, by_length = (None, False) if rotary is None else (rotary.border, rotary.depends_on_length)
     longest = int(mask.sum(-1).max()) if mask is not None and by_length else S  # positions of the longest row
     cache = request.cache
     if cache is not None and by_length:
@@ -460,17 +460,6 @@ def _choose(logits: Tensor, settings: Settings, generator: torch.Generator | Non
     p = scores.softmax(-1)
     noise = torch.empty_like(p).exponential_(generator=generator).clamp_(min=torch.finfo(p.dtype).tiny)
     return (p / noise).argmax(-1), usable
-
-
-def _rope(model: Any) -> Mapping[str, Any]:
-    """The settings of the model's rotary embedding; empty where it has none."""
-    return getattr(getattr(getattr(model, "model", None), "rotary_emb", None), "rope", {})
-
-
-def _rope_border(model: Any) -> int | None:
-    """The length up to which LongRoPE turns by its short factors, and beyond which by its long ones; None: no such."""
-    rope = _rope(model)
-    return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
 
 
 def _device(model: Any) -> torch.device:

@@ -198,6 +198,11 @@ class RotaryEmbedding(nn.Module):
         """Whether the frequencies are other ones for a longer sequence."""
         return self.rope["rope_type"] in ("dynamic", "longrope")
 
+    @property
+    def border(self) -> int | None:
+        """The length up to which LongRoPE turns by its short factors, beyond it by its long ones; None: no such."""
+        return self.rope["original_max_position_embeddings"] if self.rope["rope_type"] == "longrope" else None
+
     def forward(self, position_ids: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``position_ids`` (B or 1, S); ``length`` = the largest position + 1, known on the host."""
         if length > _MAX_POSITION:
@@ -210,8 +215,7 @@ class RotaryEmbedding(nn.Module):
 
     def _for_length(self, length: int, device: torch.device) -> torch.Tensor:
         """Frequencies for ``length`` positions, on the device; the last ones are kept: copying waits for the device."""
-        longrope = self.rope["rope_type"] == "longrope"
-        kind = length > self.rope["original_max_position_embeddings"] if longrope else length
+        kind = length if self.border is None else length > self.border
         if torch.compiler.is_compiling() or self._last is None or self._last[:2] != (kind, device):
             inv_freq, _ = inverse_frequencies(self.rope, self.rotary_dim, self.max_position_embeddings, length)
             inv_freq = inv_freq.to(device)
