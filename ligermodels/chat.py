@@ -203,9 +203,15 @@ def _stoppable() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
+def printable(text: str, keep: str = "\n") -> str:
+    """What a model says or a file holds, for a terminal: control characters, but those to ``keep``, and lone surrogates
+    are escaped."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
 def say(text: str) -> None:
-    """Write at once; what the model says may hold control characters, which no terminal should obey."""
-    clean = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    """Write at once."""
+    clean = printable(text, keep="\n\t")
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(clean.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from tqdm import tqdm
 
+from ligermodels.chat import printable
 from ligermodels.errors import LigerError
 
 app = typer.Typer(
@@ -82,12 +83,7 @@ def inspect(
 
 
 def _say(text: str, err: bool = False) -> None:
-    typer.echo(_printable(text), err=err)
-
-
-def _printable(text: str) -> str:
-    """What may come from a file: no control character and no lone surrogate reaches the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    typer.echo(printable(text), err=err)
 
 
 def _size(size: float) -> str:
@@ -218,7 +214,7 @@ def main() -> None:
     try:
         with warnings.catch_warnings():
             # through tqdm, which moves its bar out of the way
-            warnings.showwarning = lambda message, *_: tqdm.write(_printable(f"warning: {message}"), file=sys.stderr)
+            warnings.showwarning = lambda message, *_: tqdm.write(printable(f"warning: {message}"), file=sys.stderr)
             app()
     except (LigerError, OSError) as error:
         _say(f"error: {error}", err=True)
