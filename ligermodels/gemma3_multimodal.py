@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from einops import reduce
@@ -114,7 +114,8 @@ class LigerGemma3Multimodal(MultimodalLM):
             features = self.project(pixel_values).flatten(0, 1)  # (N·M, H)
             if token_type_ids is None:
                 token_type_ids = (input_ids == self.config.image_token_index).to(torch.int32)
-        options: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids}
-        options |= {"cu_seqlens": cu_seqlens, "logits_to_keep": logits_to_keep, "token_type_ids": token_type_ids}
-        options |= {"num_items_in_batch": num_items_in_batch}
-        return self.answer(input_ids, features, self.config.mm_tokens_per_image, labels, cache, **options)
+        return self.answer(
+            input_ids, features, self.config.mm_tokens_per_image, labels, cache, attention_mask=attention_mask,
+            position_ids=position_ids, cu_seqlens=cu_seqlens, logits_to_keep=logits_to_keep,
+            num_items_in_batch=num_items_in_batch, token_type_ids=token_type_ids,
+        )  # fmt: skip

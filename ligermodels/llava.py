@@ -12,7 +12,7 @@ an image in the tower, F = N·(T or T - 1) features, B rows, S positions, H widt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -119,7 +119,8 @@ class LigerLlava(MultimodalLM):
         for unfit inputs, with both numbers where tokens and features do not match.
         """
         features = None if pixel_values is None else self.project(pixel_values).flatten(0, 1)  # (F, H)
-        options: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids}
-        options |= {"cu_seqlens": cu_seqlens, "logits_to_keep": logits_to_keep}
-        options |= {"num_items_in_batch": num_items_in_batch}
-        return self.answer(input_ids, features, self.config.features_per_image, labels, cache, **options)
+        return self.answer(
+            input_ids, features, self.config.features_per_image, labels, cache, attention_mask=attention_mask,
+            position_ids=position_ids, cu_seqlens=cu_seqlens, logits_to_keep=logits_to_keep,
+            num_items_in_batch=num_items_in_batch,
+        )  # fmt: skip

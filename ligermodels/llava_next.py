@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from einops import rearrange
@@ -146,10 +146,11 @@ class LigerLlavaNext(LigerLlava):
         if pixel_values is not None:
             images = self.image_features(pixel_values, read_sizes(image_sizes))  # N times (its image tokens, H)
             features, tokens = torch.cat(images), [len(image) for image in images]
-        options: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids}
-        options |= {"cu_seqlens": cu_seqlens, "logits_to_keep": logits_to_keep}
-        options |= {"num_items_in_batch": num_items_in_batch}
-        return self.answer(input_ids, features, tokens, labels, cache, **options)
+        return self.answer(
+            input_ids, features, tokens, labels, cache, attention_mask=attention_mask,
+            position_ids=position_ids, cu_seqlens=cu_seqlens, logits_to_keep=logits_to_keep,
+            num_items_in_batch=num_items_in_batch,
+        )  # fmt: skip
 
 
 def read_sizes(image_sizes: torch.Tensor | Sequence[Sequence[int]] | None) -> list[tuple[int, int]]:
