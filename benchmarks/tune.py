@@ -57,7 +57,7 @@ def tune_slices(note: Callable, n: int, v: int) -> None:
         ce_module.row_backward(logits, logits, target, None, scales, terms, state, one.expand(n), first=v)
 
     for warps, block in ((2, 1024), (4, 2048), (4, 4096), (8, 4096), (8, 8192)):
-        ce_module._launch = lambda _, warps=warps, block=block: {"BLOCK": block, "num_warps": warps}
+        ce_module._launch = lambda *_, warps=warps, block=block: {"BLOCK": block, "num_warps": warps}
         note(f"slice {n}x{v} forward: {warps} warps, block {block}", 2.0 * n * v, "bytes_per_s", forward)
         note(f"slice {n}x{v} backward: {warps} warps, block {block}", 4.0 * n * v, "bytes_per_s", backward)
     ce_module._launch = chosen

@@ -417,13 +417,13 @@ def _fused_kernel(
 # --- The row steps: Triton, or the same in torch --------------------------------------------------------------------
 
 
-def _launch(width: int, few: bool = False) -> dict:
-    """Block and warps for rows of ``width`` columns (small in the interpreter: its loops must loop).
+def _launch(width: int, rows: int, device: torch.device) -> dict:
+    """Block and warps for ``rows`` rows of ``width`` columns (small in the interpreter: its loops must loop).
 
     Measured on an H200: slices of 4,096 columns are read at 2.9 TB/s in blocks of 1,024 and at 1.8 in blocks of 4,096.
-    A ``few`` rows, up to four a multiprocessor, need more threads each: 256 x 128,256 takes 88 µs in place of 100.
+    A few rows, up to four a multiprocessor, need more threads each: 256 x 128,256 takes 88 µs in place of 100.
     """
-    if few and width > 16384 and not INTERPRETED:
+    if rows <= 4 * multiprocessors(device) and width > 16384 and not INTERPRETED:
         return {"BLOCK": 4096 if width < 65536 else 8192, "num_warps": 16}
     block = 64 if INTERPRETED else min(1024 if width <= 16384 else 4096, max(256, power_of_two(width)))
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 512))}
@@ -493,7 +493,7 @@ def row_forward(
                 terms.classes,
                 UNIT=logits.stride(-1) == 1, CARRY=carry, SHAPE=terms.shape,
                 SMOOTH=terms.label_smoothing != 0.0, WEIGHT=weight is not None, EXTRAS=extras is not None,
-                ENTROPY=entropy, **_launch(width, n <= 4 * multiprocessors(logits.device)),
+                ENTROPY=entropy, **_launch(width, n, logits.device),
             )  # fmt: skip
         return
     z, _ = _shaped_torch(logits.reshape(n, width).float(), terms)
@@ -555,7 +555,7 @@ def row_backward(
                 terms.ignore_index, terms.label_smoothing, terms.z_loss, terms.softcap, terms.heat, terms.classes,
                 UNIT=logits.stride(-1) == 1, SHAPE=terms.shape, SMOOTH=terms.label_smoothing != 0.0,
                 WEIGHT=weight is not None, ENTROPY=entropy is not None,
-                **_launch(width, n <= 4 * multiprocessors(logits.device)),
+                **_launch(width, n, logits.device),
             )  # fmt: skip
         return
     z, slope = _shaped_torch(logits.reshape(n, width).float(), terms)
