@@ -18,6 +18,7 @@ import torch
 from ligermodels import generation
 from ligermodels.base import CausalLM
 from ligermodels.errors import LigerError
+from ligermodels.terminal import printable
 from ligermodels.tokenizer import Tokenizer
 
 HELP = "/reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
@@ -201,12 +202,6 @@ def _stoppable() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(pressed)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def printable(text: str, keep: str = "\n") -> str:
-    """What a model says or a file holds, for a terminal: control characters, but those to ``keep``, and lone surrogates
-    are escaped."""
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def say(text: str) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from tqdm import tqdm
 
-from ligermodels.chat import printable
-from ligermodels.errors import LigerError
+from ligermodels.terminal import plain_errors, printable
 
 app = typer.Typer(
     name="ligermodels",
@@ -82,8 +78,8 @@ def inspect(
         _say(f"  {name:12} {text}")
 
 
-def _say(text: str, err: bool = False) -> None:
-    typer.echo(printable(text), err=err)
+def _say(text: str) -> None:
+    typer.echo(printable(text))
 
 
 def _size(size: float) -> str:
@@ -210,15 +206,9 @@ def train(context: typer.Context) -> None:
 
 
 def main() -> None:
-    """The console script. Errors of the project and of files are one readable line; any other exception is a bug."""
-    try:
-        with warnings.catch_warnings():
-            # through tqdm, which moves its bar out of the way
-            warnings.showwarning = lambda message, *_: tqdm.write(printable(f"warning: {message}"), file=sys.stderr)
-            app()
-    except (LigerError, OSError) as error:
-        _say(f"error: {error}", err=True)
-        sys.exit(1)
+    """The console script."""
+    with plain_errors():
+        app()
 
 
 if __name__ == "__main__":

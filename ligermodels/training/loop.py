@@ -9,15 +9,14 @@ import itertools
 import math
 import sys
 import typing
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
+from ligermodels import terminal
 from ligermodels.base import CausalLM
 from ligermodels.config import check_type
 from ligermodels.errors import LigerError
@@ -212,14 +211,10 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """For scripts: what a person can put right ends in one line on stderr, not in a traceback; a warning is a line."""
-    try:
-        with warnings.catch_warnings():
-            # through tqdm, which moves its bar out of the way
-            warnings.showwarning = lambda message, *_: tqdm.write(f"warning: {message}", file=sys.stderr)
+    """``terminal.plain_errors``, and a run that was interrupted, and saved, ends with exit code 130."""
+    with terminal.plain_errors():
+        try:
             yield
-    except Interrupted as error:
-        print(error, file=sys.stderr)
-        sys.exit(130)
-    except (LigerError, OSError) as error:
-        sys.exit(f"error: {error}")
+        except Interrupted as error:
+            print(error, file=sys.stderr)
+            sys.exit(130)
