@@ -64,6 +64,10 @@ _GEMMA_SANDWICH = {
 _GLM_SANDWICH = _PRE | {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
 _MIXTRAL = {"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"}
 _QWEN_MOE = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+_EXPERTS = {  # family: the config's keys of how many and how wide, names of the parts, module whose children they are
+    "mixtral": ("num_local_experts", "intermediate_size", _MIXTRAL, "block_sparse_moe.experts"),
+    "qwen3_moe": ("num_experts", "moe_intermediate_size", _QWEN_MOE, "mlp.experts"),
+}
 
 _PARTS = {
     "llama": _PRE | _ATTENTION | _GATED,
@@ -154,23 +158,10 @@ def _biased(config: dict) -> tuple[str, ...]:
 
 def _experts(config: dict) -> dict[str, tuple[str, tuple[int, ...], str]]:
     """An expert's part → (GGUF name, stacked shape, the module whose children the experts are)."""
-    hidden = config["hidden_size"]
-    if config["model_type"] == "mixtral":
-        count, inner, names, module = (
-            config["num_local_experts"],
-            config["intermediate_size"],
-            _MIXTRAL,
-            "block_sparse_moe.experts",
-        )
-    elif config["model_type"] == "qwen3_moe":
-        count, inner, names, module = (
-            config["num_experts"],
-            config["moe_intermediate_size"],
-            _QWEN_MOE,
-            "mlp.experts",
-        )
-    else:
+    if config["model_type"] not in _EXPERTS:
         return {}
+    count_key, inner_key, names, module = _EXPERTS[config["model_type"]]
+    count, inner, hidden = config[count_key], config[inner_key], config["hidden_size"]
     return {
         part: (theirs, (count, hidden, inner) if "down" in theirs else (count, inner, hidden), module)
         for part, theirs in names.items()
