@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ligermodels.terminal import plain_errors, printable
+from ligermodels.errors import LigerError
+from ligermodels.terminal import plain_warnings, printable
 
 app = typer.Typer(
     name="ligermodels",
@@ -78,8 +80,8 @@ def inspect(
         _say(f"  {name:12} {text}")
 
 
-def _say(text: str) -> None:
-    typer.echo(printable(text))
+def _say(text: str, err: bool = False) -> None:
+    typer.echo(printable(text), err=err)
 
 
 def _size(size: float) -> str:
@@ -206,9 +208,13 @@ def train(context: typer.Context) -> None:
 
 
 def main() -> None:
-    """The console script."""
-    with plain_errors():
-        app()
+    """The console script. Errors of the project and of files are one readable line; any other exception is a bug."""
+    try:
+        with plain_warnings():
+            app()
+    except (LigerError, OSError) as error:
+        _say(f"error: {error}", err=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

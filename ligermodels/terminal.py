@@ -1,4 +1,4 @@
-"""What programs say on a terminal: errors and warnings as a line each, and nothing that the terminal would obey."""
+"""What programs say on a terminal: a warning is a line, and nothing is said that the terminal would obey."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from tqdm import tqdm
 
-from ligermodels.errors import LigerError
-
 
 def printable(text: str, keep: str = "\n") -> str:
     """What a model says or a file holds, for a terminal: control characters, but those to ``keep``, and lone surrogates
@@ -19,16 +17,9 @@ def printable(text: str, keep: str = "\n") -> str:
 
 
 @contextlib.contextmanager
-def plain_errors() -> Iterator[None]:
-    """What a person can put right ends in one line on stderr and exit code 1, not in a traceback; a warning is a line.
-
-    Any other exception is a bug, and is shown as one.
-    """
-    try:
-        with warnings.catch_warnings():
-            # through tqdm, which moves its bar out of the way
-            warnings.showwarning = lambda message, *_: tqdm.write(printable(f"warning: {message}"), file=sys.stderr)
-            yield
-    except (LigerError, OSError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        sys.exit(1)
+def plain_warnings() -> Iterator[None]:
+    """A warning is a line on stderr, without the place in the code that gave it."""
+    with warnings.catch_warnings():
+        # through tqdm, which moves its bar out of the way
+        warnings.showwarning = lambda message, *_: tqdm.write(printable(f"warning: {message}"), file=sys.stderr)
+        yield

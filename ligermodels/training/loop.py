@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from ligermodels import terminal
 from ligermodels.base import CausalLM
 from ligermodels.config import check_type
 from ligermodels.errors import LigerError
+from ligermodels.terminal import plain_warnings, printable
 from ligermodels.training.checkpoint import Checkpoints, StopSignal, random_state, set_random_state
 from ligermodels.training.data import Batch, Loader
 from ligermodels.training.log import Log, plot
@@ -211,10 +211,12 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """``terminal.plain_errors``, and a run that was interrupted, and saved, ends with exit code 130."""
-    with terminal.plain_errors():
-        try:
+    """For scripts: what a person can put right ends in one line on stderr, not in a traceback; a warning is a line."""
+    try:
+        with plain_warnings():
             yield
-        except Interrupted as error:
-            print(error, file=sys.stderr)
-            sys.exit(130)
+    except Interrupted as error:
+        print(error, file=sys.stderr)
+        sys.exit(130)
+    except (LigerError, OSError) as error:
+        sys.exit(printable(f"error: {error}"))
