@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ligermodels.config import Config
 from ligermodels.kernels.decode_attention import append_and_attend
 from ligermodels.kernels.gemv import MAX_ROWS, few_rows_linear
 from ligermodels.layers.cache import KVCache, Step
@@ -149,7 +150,7 @@ def decoder_for(
     """A decoder with room for ``length`` positions of ``rows`` rows, over ``cache`` if given; None: run step by step.
 
     ``lent``: the cache is the caller's. Give the decoder back with ``model.kept_decoder.decoder = decoder``. The
-    model's last one is taken if it fits: same sampling, same parameters. Otherwise one is captured, unless the
+    model's last one is taken if it fits: same sampling, same parameters, same attributes of every module. Otherwise one is captured, unless the
     ``steps`` to come are too few to pay for it, or something in the model would not be captured: a hook, autocast,
     offloaded parameters, rotary frequencies that change with every position. On a CPU there are no graphs, but the
     fused step, in fp32, has fewer calls than the modules.
@@ -206,9 +207,24 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _fingerprint(model: nn.Module) -> tuple:
-    """Changes when a captured graph would read what the model no longer is."""
+    """Changes when a step made earlier would compute what the model no longer does.
+
+    A step reads parameters where they lie, so values that change in place need nothing. What it has built in are the
+    attributes of the modules and the config (scales, windows, eps, softcaps), and rotary tables made of buffers.
+    """
     tensors = tuple((t.data_ptr(), t.dtype, t.shape) for t in (*model.parameters(), *model.buffers()))
-    return tensors, tuple(map(type, model.modules()))
+    written = tuple(0 if t.is_inference() else t._version for t in model.buffers())
+    modules = tuple((type(m), *((k, _built_in(v)) for k, v in vars(m).items() if k[0] != "_")) for m in model.modules())
+    return tensors, written, modules
+
+
+def _built_in(value: Any) -> Any:
+    """An attribute's value, so that it can be compared: plain ones and those that hold such, others by identity."""
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return repr(value) if isinstance(value, dict | list | tuple | Config) else id(value)
 
 
 # ------------------------------------------------------------------------------------------------- the fused step

@@ -689,6 +689,41 @@ def test_copies_and_pickles_of_a_model_leave_the_kept_step_behind(pair):
     assert model.kept_decoder.decoder is None
 
 
+BY_HAND = {
+    "scale": lambda m: setattr(m.model.layers[1].self_attn, "scale", 3.0),
+    "window": lambda m: setattr(m.model.layers[1].self_attn, "window", 2),
+    "softcap": lambda m: setattr(m.model.layers[1].self_attn, "softcap", 0.01),
+    "eps": lambda m: setattr(m.model.layers[0].input_layernorm, "eps", 9.0),
+    "config": lambda m: setattr(m.config, "final_logit_softcapping", 1e-3),
+    "frequencies": lambda m: m.model.rotary_emb.inv_freq.mul_(7),
+    "frequencies' factor": lambda m: setattr(m.model.rotary_emb, "scaling", 2.0),
+}
+
+
+@pytest.mark.parametrize("change", BY_HAND.values(), ids=BY_HAND)
+def test_a_kept_step_follows_what_is_changed_by_hand(change):
+    """With the weights alone it would go on as it was made. Unchanged it is kept, also after the weights moved."""
+    from families import tiny_model
+
+    torch.manual_seed(0)
+    model = tiny_model("gemma2", sliding_window=9, query_pre_attn_scalar=16).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * 0.3)
+    options = {"max_new_tokens": 12, "eos_token_id": [], "logprobs": True}
+    before = model.generate(PROMPT, **options)
+    kept = model.kept_decoder.decoder
+    assert kept is not None and kept.fused
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.neg_()
+    moved = model.generate(PROMPT, **options)
+    assert model.kept_decoder.decoder is kept and not torch.equal(moved[1], before[1])
+    change(model)
+    changed, fresh = (m.generate(PROMPT, **options) for m in (model, copy.deepcopy(model)))
+    assert model.kept_decoder.decoder is not kept
+    assert all(map(torch.equal, changed, fresh)) and not torch.equal(changed[1], moved[1])
+
+
 # ------------------------------------------------------------------------------------------ who works on which cache
 
 
