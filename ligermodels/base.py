@@ -510,6 +510,7 @@ class CausalLM(nn.Module):
         stop_strings: str | list[str] | None = None,
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
+        row_numbers: Sequence[int] | None = None,
         logprobs: bool = False,
         cache: KVCache | None = None,
         prompt_inputs: Mapping[str, Any] | None = None,
@@ -518,7 +519,8 @@ class CausalLM(nn.Module):
         return generation.generate(
             self, input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, temperature=temperature,
             top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id, stop_strings=stop_strings, tokenizer=tokenizer, seed=seed, logprobs=logprobs,
+            pad_token_id=pad_token_id, stop_strings=stop_strings, tokenizer=tokenizer, seed=seed,
+            row_numbers=row_numbers, logprobs=logprobs,
             cache=cache, prompt_inputs=prompt_inputs,
         )  # fmt: skip
 
@@ -538,6 +540,7 @@ class CausalLM(nn.Module):
         stop_strings: str | list[str] | None = None,
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
+        row_numbers: Sequence[int] | None = None,
         logprobs: bool = False,
         cache: KVCache | None = None,
         prompt_inputs: Mapping[str, Any] | None = None,
@@ -546,7 +549,8 @@ class CausalLM(nn.Module):
         return generation.stream(
             self, input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, temperature=temperature,
             top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id, stop_strings=stop_strings, tokenizer=tokenizer, seed=seed, logprobs=logprobs,
+            pad_token_id=pad_token_id, stop_strings=stop_strings, tokenizer=tokenizer, seed=seed,
+            row_numbers=row_numbers, logprobs=logprobs,
             cache=cache, prompt_inputs=prompt_inputs,
         )  # fmt: skip
 

@@ -25,9 +25,9 @@ def generate_file(
     just a text. A line of ``out`` is that object with "index" (from 0), "completion", "tokens" (how many) and "finish"
     ("stop": an end-of-sequence token or a stop string; "length"). Lines come as batches are done, prompts of like
     length together, not in the order of the file. Lines that ``out`` already has are not answered again; half a line
-    at its end, of a run that was killed, is. ``options`` are those of ``model.generate``; a seed gives every batch one
-    of its own. Raises LigerError that names file and line for what cannot be read, and if ``out`` belongs to other
-    prompts.
+    at its end, of a run that was killed, is. ``options`` are those of ``model.generate``; with a ``seed`` what
+    a prompt gets depends on its number in the file, not on what it is batched with. Raises LigerError that names file
+    and line for what cannot be read, and if ``out`` belongs to other prompts.
     """
     prompts, out = Path(prompts), Path(out)
     given = [_parse(line, f"{prompts}, line {n + 1}") for n, line in enumerate(_lines(prompts))]
@@ -44,10 +44,9 @@ def generate_file(
         for start in range(0, len(todo), batch):
             part = todo[start : start + batch]
             ids, mask = tokenizer.pad([ids for _, ids in part])
-            own_seed = None if seed is None else (seed * 1_000_003 + part[0][0]) % 2**63
             answers = model.generate(
-                ids, attention_mask=mask, max_new_tokens=max_new_tokens, seed=own_seed, eos_token_id=ends,
-                **(options | stops),
+                ids, attention_mask=mask, max_new_tokens=max_new_tokens, seed=seed, row_numbers=[i for i, _ in part],
+                eos_token_id=ends, **(options | stops),
             )[:, ids.shape[1] :].tolist()  # fmt: skip
             for (index, _), answer in zip(part, answers, strict=True):
                 line = given[index] | {"index": index} | _result(tokenizer, answer, ends, strings)

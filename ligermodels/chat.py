@@ -104,7 +104,7 @@ class Chat:
         self._cached = list(ids)
         steps = generation.stream(
             self.model, torch.tensor([ids]), max_new_tokens=new, eos_token_id=self._ends, cache=self._cache,
-            prompt_inputs=inputs, **self._options,
+            prompt_inputs=inputs, row_numbers=[len(self.messages)], **self._options,
         )  # fmt: skip
         with contextlib.closing(steps):
             for step in steps:

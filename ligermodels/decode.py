@@ -103,8 +103,6 @@ class Decoder:
                 self._run()
             torch.cuda.current_stream().wait_stream(aside)
             self._graph = torch.cuda.CUDAGraph()
-            if self.sampler.generator is not None:
-                self._graph.register_generator_state(self.sampler.generator)
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._run()
         self.sampler.restore(before)
@@ -150,10 +148,10 @@ def decoder_for(
     """A decoder with room for ``length`` positions of ``rows`` rows, over ``cache`` if given; None: run step by step.
 
     ``lent``: the cache is the caller's. Give the decoder back with ``model.kept_decoder.decoder = decoder``. The
-    model's last one is taken if it fits: same sampling, same parameters, same attributes of every module. Otherwise one is captured, unless the
-    ``steps`` to come are too few to pay for it, or something in the model would not be captured: a hook, autocast,
-    offloaded parameters, rotary frequencies that change with every position. On a CPU there are no graphs, but the
-    fused step, in fp32, has fewer calls than the modules.
+    model's last one is taken if it fits: same sampling, parameters and attributes of modules. Otherwise one is
+    captured, unless the ``steps`` to come are too few to pay for it, or something in the model would not be captured: a
+    hook, autocast, offloaded parameters, rotary frequencies that change with every position. On a CPU there are no
+    graphs, but the fused step, in fp32, has fewer calls than the modules.
     """
     if not capturable(model, length):
         return None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -27,6 +27,9 @@ from ligermodels.layers.cache import KVCache
 __all__ = ["Sampler", "generate", "stream"]
 
 _AHEAD = 4  # steps that a GPU may be ahead of the host
+_STRIDE = 0x9E3779B97F4A7C15 - 2**64  # of SplitMix64, as int64
+_FACTORS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+_BLOCK = 256  # tokens that are drawn from at once
 
 
 class Settings(NamedTuple):
@@ -49,6 +52,7 @@ class _Request(NamedTuple):
     max_new_tokens: int
     settings: Settings
     seed: int | None
+    row_numbers: list[int]
     eos_ids: list[int]
     pad_id: int
     stop: _StopStrings | None
@@ -72,6 +76,7 @@ def generate(
     stop_strings: str | list[str] | None = None,
     tokenizer: Any = None,
     seed: int | None = None,
+    row_numbers: Sequence[int] | None = None,
     logprobs: bool = False,
     cache: KVCache | None = None,
     prompt_inputs: Mapping[str, Any] | None = None,
@@ -97,6 +102,7 @@ def generate(
         stop_strings=stop_strings,
         tokenizer=tokenizer,
         seed=seed,
+        row_numbers=row_numbers,
         logprobs=logprobs,
         cache=cache,
         prompt_inputs=prompt_inputs,
@@ -129,6 +135,7 @@ def stream(
     stop_strings: str | list[str] | None = None,
     tokenizer: Any = None,
     seed: int | None = None,
+    row_numbers: Sequence[int] | None = None,
     logprobs: bool = False,
     cache: KVCache | None = None,
     prompt_inputs: Mapping[str, Any] | None = None,
@@ -152,7 +159,11 @@ def stream(
     pad_token_id: left out: generation config, config, else the first eos id.
     stop_strings: a row also ends with the token whose text completes one of these; needs ``tokenizer``. Special tokens
         have their text here, such as "<|im_end|>".
-    seed: makes sampling repeatable and leaves torch's global generator untouched; None draws a seed from that.
+    seed: makes sampling repeatable and leaves torch's global generator untouched; None draws a seed from that. Every
+        row has random numbers of its own, decided by the seed, the row's number and the step. So row i gives what it
+        gives alone with ``row_numbers=[i]``, whatever else is in the batch, as far as its logits are the same: matrix
+        products of other sizes may round otherwise, in half precision above all.
+    row_numbers: of the rows, B whole numbers; left out 0, 1, …, B − 1. Rows of one number and prompt say the same.
     logprobs: yield pairs (tokens, their log-probabilities (B,) fp32) instead: those of the model, before temperature
         and the rest; 0 for the padding of rows that have ended.
     cache: of ``make_cache(B, …)``, with room for S + max_new_tokens − 1 positions. It may hold the first positions of
@@ -184,9 +195,15 @@ def stream(
         warnings.warn("temperature is 0, which is greedy: top_k, top_p and min_p have no effect", stacklevel=3)
     eos_ids = stop_ids(model, eos_token_id)
     pad_id = _pad_id(model, pad_token_id, eos_ids, vocab_size)
-    if seed is not None:
-        _check_seed(seed)
+    if seed is not None and not (_is_id(seed) and -(2**63) <= seed < 2**64):
+        raise LigerError(f"seed: expected a whole number of at most 64 bits, got {seed!r}")
     input_ids, attention_mask = _check_prompt(input_ids, attention_mask, vocab_size, device)
+    numbers = range(len(input_ids)) if row_numbers is None else row_numbers
+    listed = isinstance(numbers, Sequence) and len(numbers) == len(input_ids)
+    if not listed or not all(_is_id(n) and 0 <= n < 2**63 for n in numbers):
+        raise LigerError(
+            f"row_numbers: expected {len(input_ids)} whole numbers ≥ 0, one for each row, got {row_numbers!r}"
+        )
     if cache is not None:
         _check_given_cache(model, cache, *input_ids.shape, int(max_new_tokens))
     settings = Settings(
@@ -199,8 +216,8 @@ def stream(
     )
     stop = None if stop_strings is None or stop_strings == [] else _StopStrings(stop_strings, tokenizer, len(input_ids))
     return _steps(
-        _Request(model, input_ids, attention_mask, int(max_new_tokens), settings, seed, eos_ids, pad_id, stop, cache,
-                 prompt_inputs or {})
+        _Request(model, input_ids, attention_mask, int(max_new_tokens), settings, seed, list(numbers), eos_ids, pad_id,
+                 stop, cache, prompt_inputs or {})
     )  # fmt: skip
 
 
@@ -275,7 +292,7 @@ def _device_steps(request: _Request) -> Iterator[Sampler]:
         cache.rewind(0)
     elif cache is None:
         cache = model.make_cache(B, length)
-    sampler.reset(ids, mask, request.seed)
+    sampler.reset(ids, mask, request.seed, request.row_numbers)
     start = positions = None  # no padding: the model counts on from its cache and may take its plain causal path
     if mask is not None:
         start = S - mask.sum(-1)
@@ -328,7 +345,8 @@ class Sampler:
 
     Its state is tensors that keep their place, so that a captured step can go on from it:
     ``token`` (B,) what was chosen last, the pad id in rows that have ended, −1 where the logits were unusable; ``fed``
-    the same without −1; ``ended`` (B,); ``logprob`` (B,) fp32 and ``seen`` (B, V), None where nobody asks for them.
+    the same without −1; ``ended`` (B,); ``random`` (B,) int64, the state of every row's generator; ``logprob`` (B,)
+    fp32 and ``seen`` (B, V), None where nobody asks for them.
     """
 
     def __init__(
@@ -345,16 +363,21 @@ class Sampler:
         self.seen = None
         if settings.repetition_penalty != 1:
             self.seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
-        self.generator = torch.Generator(device) if settings.temperature > 0 else None
+        self.random = torch.zeros_like(self.token)
 
-    def reset(self, input_ids: Tensor, attention_mask: Tensor | None, seed: int | None) -> None:
-        """Start anew behind these prompts (B, S), padded on the left; without a seed one is drawn from torch's."""
+    def reset(self, input_ids: Tensor, attention_mask: Tensor | None, seed: int | None, row_numbers: list[int]) -> None:
+        """Start anew behind these prompts (B, S), padded on the left; without a seed one is drawn from torch's.
+
+        Row n's generator starts at the n-th number of the one that the seed starts.
+        """
         self.ended.zero_()
         if self.seen is not None:
             real = input_ids if attention_mask is None else input_ids.where(attention_mask != 0, input_ids[:, -1:])
             self.seen.zero_().scatter_(1, real, True)
-        if self.generator is not None:
-            self.generator.manual_seed(int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None else int(seed))
+        if self._settings.temperature > 0:
+            seed = int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None else int(seed)
+            numbers = torch.tensor(row_numbers, device="cpu")
+            self.random.copy_(_split_mix((numbers + 1) * _STRIDE + (seed + 2**63) % 2**64 - 2**63))
 
     def __call__(self, logits: Tensor) -> None:
         """logits (B, V): choose, and remember."""
@@ -366,7 +389,9 @@ class Sampler:
         if self.seen is not None:
             penalty = self._settings.repetition_penalty
             adjusted = torch.where(self.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-        chosen, usable = _choose(adjusted, self._settings, self.generator)
+        if self._settings.temperature > 0:
+            self.random.add_(_STRIDE)
+        chosen, usable = _choose(adjusted, self._settings, _split_mix(self.random))
         if self.logprob is not None:
             given = logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0]
             self.logprob.copy_(given.masked_fill(self.ended, 0))
@@ -377,18 +402,14 @@ class Sampler:
         if self.seen is not None:
             self.seen.scatter_(1, self.fed[:, None], True)
 
-    def snapshot(self) -> list[Any]:
+    def snapshot(self) -> list[tuple[Tensor, Tensor]]:
         """The state, for ``restore``: capturing a step runs it once."""
-        tensors = [self.token, self.fed, self.ended, self.logprob, self.seen]
-        random = None if self.generator is None else self.generator.get_state()
-        return [*(None if t is None else (t, t.clone()) for t in tensors), random]
+        tensors = self.token, self.fed, self.ended, self.random, self.logprob, self.seen
+        return [(t, t.clone()) for t in tensors if t is not None]
 
-    def restore(self, snapshot: list[Any]) -> None:
-        *pairs, random = snapshot
-        for tensor, value in filter(None, pairs):
+    def restore(self, snapshot: list[tuple[Tensor, Tensor]]) -> None:
+        for tensor, value in snapshot:
             tensor.copy_(value)
-        if random is not None:
-            self.generator.set_state(random)
 
 
 class _Report:
@@ -436,14 +457,16 @@ class _StopStrings:
         return any(s in text for s in self._strings)
 
 
-def _choose(logits: Tensor, settings: Settings, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """logits (B, V) fp32 → token ids (B,) int64 and whether each row's logits were usable (B,) bool. No host sync."""
+def _choose(logits: Tensor, settings: Settings, random: Tensor) -> tuple[Tensor, Tensor]:
+    """logits (B, V) fp32, random bits (B,) int64 → token ids (B,) int64 and whether each row's logits were usable (B,)
+    bool. No host sync."""
     best = logits.amax(-1, keepdim=True)  # NaN when any is NaN, −inf when all are
     usable = best.isfinite().squeeze(-1)
     if settings.temperature == 0:
         return logits.argmax(-1), usable
     # Measured from the best one, so that a tiny temperature gives 0 and −inf, never inf − inf.
     scores = (logits - best) / max(settings.temperature, torch.finfo(torch.float32).tiny)
+    scores = scores.masked_fill(~usable[:, None], 0)  # any token will do
     if 0 < settings.top_k < scores.shape[-1]:
         kth = scores.topk(settings.top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < kth, -math.inf)
@@ -456,10 +479,38 @@ def _choose(logits: Tensor, settings: Settings, generator: torch.Generator | Non
         scores = scores.masked_fill(torch.zeros_like(drop).scatter_(-1, index, drop), -math.inf)
     if settings.min_p > 0:
         scores = scores.masked_fill(scores < math.log(settings.min_p), -math.inf)  # the best one's score is 0
-    # argmax(p / Exp(1) noise) draws from p, as torch.multinomial does, but multinomial waits for the device.
-    p = scores.softmax(-1)
-    noise = torch.empty_like(p).exponential_(generator=generator).clamp_(min=torch.finfo(p.dtype).tiny)
-    return (p / noise).argmax(-1), usable
+    return _draw(scores.softmax(-1), random), usable
+
+
+def _draw(p: Tensor, random: Tensor) -> Tensor:
+    """p (B, V) fp32, each row a distribution, random bits (B,) int64 → token ids (B,): the token in whose share of the
+    row's sum the random number, as a part of that sum, falls.
+
+    In units of 2⁻⁴⁰, as sums of whole numbers are exact in any order: a row's token depends on no other row, and one of
+    probability 0 is never drawn. The sums are of blocks first, then within one: a scan along a long row is slow.
+    """
+    shares = torch.nn.functional.pad((p * 2.0**40).long(), (0, -p.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    ends = shares.sum(-1).cumsum(-1)  # (B, V / block)
+    point = (_shifted(random, 20).double() * 2.0**-44)[:, None].mul(ends[:, -1:]).long()  # below the sum
+    block = torch.searchsorted(ends, point, right=True)
+    inside = shares.take_along_dim(block[..., None], dim=1)[:, 0]  # (B, block)
+    point = point - (ends.gather(1, block) - inside.sum(-1, keepdim=True))
+    return (block * _BLOCK + torch.searchsorted(inside.cumsum(-1), point, right=True))[:, 0]
+
+
+def _split_mix(state: Tensor) -> Tensor:
+    """64 random bits from the state of each generator, int64: SplitMix64 (Steele, Lea and Flood 2014).
+
+    Its next state is ``state + _STRIDE``. Bits depend on the state alone, so every row and step has its own.
+    """
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        state = (state ^ _shifted(state, shift)) * factor
+    return state ^ _shifted(state, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """To the right, zeros from the left; torch repeats the sign."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
 def _device(model: Any) -> torch.device:
@@ -558,13 +609,6 @@ def _pad_id(model: Any, given: int | None, eos_ids: list[int], vocab_size: int) 
         if isinstance(value, int) and 0 <= value < vocab_size:
             return value
     return 0  # no usable eos id: no row ever ends
-
-
-def _check_seed(seed: int) -> None:
-    try:
-        torch.Generator().manual_seed(seed)
-    except (TypeError, RuntimeError, ValueError, OverflowError) as error:
-        raise LigerError(f"seed: expected a whole number of at most 64 bits, got {seed!r}") from error
 
 
 def _check_given_cache(model: Any, cache: KVCache, rows: int, length: int, new: int) -> None:

@@ -295,6 +295,7 @@ class MultimodalLM(CausalLM):
         stop_strings: str | list[str] | None = None,
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
+        row_numbers: Sequence[int] | None = None,
         logprobs: bool = False,
         cache: KVCache | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -306,7 +307,8 @@ class MultimodalLM(CausalLM):
         return generation.generate(
             self, input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, temperature=temperature,
             top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id, stop_strings=stop_strings, tokenizer=tokenizer, seed=seed, logprobs=logprobs,
+            pad_token_id=pad_token_id, stop_strings=stop_strings, tokenizer=tokenizer, seed=seed,
+            row_numbers=row_numbers, logprobs=logprobs,
             cache=cache, prompt_inputs=self._prompt(input_ids, cache, pixel_values, image_sizes),
         )  # fmt: skip
 
@@ -328,6 +330,7 @@ class MultimodalLM(CausalLM):
         stop_strings: str | list[str] | None = None,
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
+        row_numbers: Sequence[int] | None = None,
         logprobs: bool = False,
         cache: KVCache | None = None,
     ) -> Iterator[Any]:
@@ -335,7 +338,8 @@ class MultimodalLM(CausalLM):
         return generation.stream(
             self, input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, temperature=temperature,
             top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id, stop_strings=stop_strings, tokenizer=tokenizer, seed=seed, logprobs=logprobs,
+            pad_token_id=pad_token_id, stop_strings=stop_strings, tokenizer=tokenizer, seed=seed,
+            row_numbers=row_numbers, logprobs=logprobs,
             cache=cache, prompt_inputs=self._prompt(input_ids, cache, pixel_values, image_sizes),
         )  # fmt: skip
 

@@ -357,23 +357,13 @@ def test_a_bad_prompt_is_named_by_its_line(model, tokenizer, tmp_path, line, mat
         generate_file(model, tokenizer, tmp_path / "absent.jsonl", tmp_path / "out.jsonl")
 
 
-def test_the_command_answers_a_file_the_same_in_two_runs(folder, prompts, tmp_path):
+def test_the_command_answers_a_file_the_same_in_batches_of_any_size(folder, prompts, tmp_path):
     outputs = []
-    for name in ("a.jsonl", "b.jsonl"):
-        arguments = [
-            "generate",
-            folder,
-            "--prompts",
-            prompts,
-            "--out",
-            tmp_path / name,
-            "--max-new-tokens",
-            5,
-            "--batch",
-            2,
-        ]
+    for name, size in (("a.jsonl", 2), ("b.jsonl", 5), ("c.jsonl", 1)):
+        arguments = ["generate", folder, "--prompts", prompts, "--out", tmp_path / name, "--max-new-tokens", 5]
+        arguments += ["--batch", size]
         arguments += ["--temperature", 0.8, "--seed", 3, "--stop", "zz"]
         result = CliRunner().invoke(app, list(map(str, arguments)))
         assert result.exit_code == 0 and "5 prompts answered" in result.output
         outputs.append(answers(tmp_path / name))
-    assert outputs[0] == outputs[1] and len(outputs[0]) == 5
+    assert outputs[0] == outputs[1] == outputs[2] and len(outputs[0]) == 5

@@ -272,6 +272,37 @@ def test_a_seed_repeats_and_leaves_the_global_generator_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.01, "repetition_penalty": 1.2}])
+def test_with_a_seed_a_row_says_what_it_says_alone(options):
+    """Whatever else is in the batch: also with prompts of other lengths, rows that end, rows in another order."""
+    prompts = [[1, 2, 3], [5], [1, 2, 3], [4, 4, 6, 1], [2, 7]]
+    options = {"max_new_tokens": 12, "temperature": 1.5, "seed": 3, "eos_token_id": [0], "pad_token_id": 0, **options}
+
+    def said(numbers, **more):
+        ids, mask = left_padded([prompts[n] for n in numbers])
+        out = generate(Fake(hashed), ids, attention_mask=mask, **options | more)[:, ids.shape[1] :].tolist()
+        return [row[: row.index(0)] if 0 in row else row for row in out]
+
+    together = said(range(5))
+    assert together[0] != together[2]  # the same prompt in another row
+    for numbers in ([3], [4, 1, 2, 0], [2, 3]):
+        assert said(numbers, row_numbers=numbers) == [together[n] for n in numbers]
+    assert said(range(5), seed=4) != together
+
+
+def test_the_rows_generators_are_split_mix_64():
+    """The first numbers of seed 1234567, published as a check of implementations (rosettacode.org)."""
+    state = torch.tensor([1234567]) + generation._STRIDE * torch.arange(1, 5)
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [x % 2**64 for x in generation._split_mix(state).tolist()] == expected
+
+
+def test_of_a_large_vocabulary_every_part_is_drawn_as_often_as_it_is_likely():
+    p = torch.zeros(1000)
+    p[[0, 255, 256, 511, 700, 999]] = torch.tensor([0.1, 0.2, 0.1, 0.2, 0.1, 0.3])
+    assert_frequencies(draws(Constant(p.log())), p.tolist())
+
+
 def test_without_a_seed_torch_manual_seed_rules():
     def run():
         torch.manual_seed(5)
@@ -332,7 +363,8 @@ def test_inputs_are_not_changed():
         *(("max_new_tokens", x) for x in (-1, 1.5, None, True)),
         *(("eos_token_id", x) for x in ("2", 1.0, [1, "2"], True)),
         *(("pad_token_id", x) for x in (-1, V, 1.0)),
-        *(("seed", x) for x in ("a", 1.5, 2**70)),
+        *(("seed", x) for x in ("a", 1.5, 2**70, True)),
+        *(("row_numbers", x) for x in (0, [0, 1], [-1], ["0"], [])),
         *(("attention_mask", x) for x in ([[1, 1, 1]], torch.ones(1, 2), torch.ones(3), torch.tensor([[0, 0, 0]]))),
         ("attention_mask", torch.tensor([[1, 2, 1]])),
         ("attention_mask", torch.tensor([[0.0, -1e9, 0.0]])),

@@ -195,6 +195,16 @@ def test_a_seed_repeats_and_other_options_build_another_graph():
     assert all(len(set(row.tolist()[9:])) == 20 for row in out)  # with so strong a penalty nothing comes twice
 
 
+def test_with_a_seed_a_captured_row_says_what_it_says_alone():
+    model = model_of("llama")
+    ids, _ = prompts(5)
+    options = {"max_new_tokens": 20, "temperature": 1.2, "seed": 7, "eos_token_id": []}
+    together = model.generate(ids, **options)
+    for numbers in ([3], [4, 0]):
+        assert torch.equal(model.generate(ids[numbers], **options, row_numbers=numbers), together[numbers])
+    assert model.kept_decoder.decoder._graph is not None
+
+
 def test_a_kept_step_follows_the_parameters():
     """Changed in place, moved, replaced or hooked after it was captured: the tokens are those of the model as it is."""
     model = model_of("llama")
