@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What needs a CUDA machine, stage by stage; seconds are those of an H200 with 16 processor cores.
 #   OUT=/some/folder GIT_COMMIT=$(git rev-parse HEAD) bash benchmarks/gpu.sh tests kernels ...
-#   tests        every GPU test, in 12 processes                                    210 s
-#   sanitizer    compute-sanitizer over all kernels, small                          190 s (can run beside tests)
+#   tests        every GPU test, in 14 processes                                    210 s
+#   sanitizer    compute-sanitizer over all kernels, small                          190 s (beside tests both take longer)
 #   kernels      the table of kernels but the linear loss, then the linear loss     230 s + 70 s
 #   sweep        widths and vocabularies; compiles for the peers beforehand         130 s
 #   tokens       the linear loss over 256 to 131,072 tokens, three heads            150 s
@@ -27,17 +27,23 @@ ln -s "$PWD/ligermodels" "$SITE/ligermodels" # not the checkout itself: transfor
 export PYTHONPATH=$SITE
 status=0
 
+pack() { tar czf "$OUT/results.tgz" -C "$R" .; }
+trap pack EXIT
+trap 'exit 143' TERM INT
+
 run() { # seconds, name of the log, command
   local limit=$1 log=$2
   shift 2
-  timeout "$limit" "$@" >"$R/$log.log" 2>&1 || { status=1; echo "$log: exit code $?"; }
+  timeout "$limit" "$@" >"$R/$log.log" 2>&1
+  local code=$?
+  if ((code)); then status=1 && echo "$log: exit code $code"; fi
   grep -v -i warn "$R/$log.log" | tail -12 | cut -c1-200
 }
 
 for stage in "$@"; do
   echo "--- $stage, after $SECONDS s"
   case $stage in
-  tests) run 260 pytest python3 -m pytest -q -m gpu -n 12 --dist worksteal -p no:cacheprovider --durations=8 ;;
+  tests) run 260 pytest python3 -m pytest -v -rfE -m gpu -n 14 --dist worksteal -p no:cacheprovider --durations=8 ;;
   sanitizer) run 260 sanitizer compute-sanitizer --error-exitcode 9 python3 benchmarks/kernels.py --quick --peers "ours,ours fast,ours lean" ;;
   kernels)
     only=$(printf -- '--only %s ' rms_norm rope swiglu cross_entropy add_rms_norm qk_norm_rope geglu swiglu_packed embedding)
@@ -69,7 +75,7 @@ for stage in "$@"; do
     exit 2
     ;;
   esac
-  tar czf "$OUT/results.tgz" -C "$R" .
+  pack
 done
 echo "$SECONDS s, status $status"
 exit $status
