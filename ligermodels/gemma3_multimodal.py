@@ -114,8 +114,9 @@ class LigerGemma3Multimodal(MultimodalLM):
             features = self.project(pixel_values).flatten(0, 1)  # (N·M, H)
             if token_type_ids is None:
                 token_type_ids = (input_ids == self.config.image_token_index).to(torch.int32)
-        return self.answer(
-            input_ids, features, self.config.mm_tokens_per_image, labels, cache, attention_mask=attention_mask,
-            position_ids=position_ids, cu_seqlens=cu_seqlens, logits_to_keep=logits_to_keep,
+        embeddings, labels = self.with_images(input_ids, features, self.config.mm_tokens_per_image, labels, cache)
+        return self.language_model(
+            input_ids, inputs_embeds=embeddings, labels=labels, attention_mask=attention_mask,
+            position_ids=position_ids, cu_seqlens=cu_seqlens, cache=cache, logits_to_keep=logits_to_keep,
             num_items_in_batch=num_items_in_batch, token_type_ids=token_type_ids,
         )  # fmt: skip

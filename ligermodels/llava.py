@@ -119,8 +119,9 @@ class LigerLlava(MultimodalLM):
         for unfit inputs, with both numbers where tokens and features do not match.
         """
         features = None if pixel_values is None else self.project(pixel_values).flatten(0, 1)  # (F, H)
-        return self.answer(
-            input_ids, features, self.config.features_per_image, labels, cache, attention_mask=attention_mask,
-            position_ids=position_ids, cu_seqlens=cu_seqlens, logits_to_keep=logits_to_keep,
+        embeddings, labels = self.with_images(input_ids, features, self.config.features_per_image, labels, cache)
+        return self.language_model(
+            input_ids, inputs_embeds=embeddings, labels=labels, attention_mask=attention_mask,
+            position_ids=position_ids, cu_seqlens=cu_seqlens, cache=cache, logits_to_keep=logits_to_keep,
             num_items_in_batch=num_items_in_batch,
         )  # fmt: skip

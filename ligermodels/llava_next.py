@@ -146,9 +146,10 @@ class LigerLlavaNext(LigerLlava):
         if pixel_values is not None:
             images = self.image_features(pixel_values, read_sizes(image_sizes))  # N times (its image tokens, H)
             features, tokens = torch.cat(images), [len(image) for image in images]
-        return self.answer(
-            input_ids, features, tokens, labels, cache, attention_mask=attention_mask,
-            position_ids=position_ids, cu_seqlens=cu_seqlens, logits_to_keep=logits_to_keep,
+        embeddings, labels = self.with_images(input_ids, features, tokens, labels, cache)
+        return self.language_model(
+            input_ids, inputs_embeds=embeddings, labels=labels, attention_mask=attention_mask,
+            position_ids=position_ids, cu_seqlens=cu_seqlens, cache=cache, logits_to_keep=logits_to_keep,
             num_items_in_batch=num_items_in_batch,
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ligermodels import generation
-from ligermodels.base import CausalLM, CausalLMOutput
+from ligermodels.base import CausalLM
 from ligermodels.checkpoints_convert.hf import Checkpoint, read_config
 from ligermodels.checkpoints_convert.rewrites import vision_language
 from ligermodels.config import Config, check_type, resolve_dtype
@@ -195,16 +195,16 @@ class MultimodalLM(CausalLM):
 
     # ------------------------------------------------------------------------------------------------------ forward
 
-    def answer(
+    def with_images(
         self,
         input_ids: torch.Tensor,
         features: torch.Tensor | None,
         tokens: int | Sequence[int],
         labels: torch.Tensor | None,
         cache: KVCache | None,
-        **options: Any,
-    ) -> CausalLMOutput:
-        """The text model's answer to ids (B, S) whose image tokens are ``features`` (F, H), in the order of the rows.
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What the text model is given for ids (B, S) whose image tokens are ``features`` (F, H), in the order of the
+        rows: embeddings (B, S, H), None where it may look them up itself, and labels (B, S) without image tokens.
 
         ``tokens``: how many of the features an image has, each or all of them alike. Raises LigerError where the image
         tokens are not those of the images; see ``merge`` for GPUs.
@@ -215,7 +215,7 @@ class MultimodalLM(CausalLM):
             need_tensor("labels", labels)
         if labels is not None and labels.shape == input_ids.shape:
             labels = labels.masked_fill(input_ids == self.config.image_token_index, -100)  # nobody says an image token
-        return self.language_model(input_ids, inputs_embeds=embeddings, labels=labels, cache=cache, **options)
+        return embeddings, labels
 
     def merge(
         self,
