@@ -40,7 +40,8 @@ def save_checkpoint(
 
     Everything is written under temporary names first; only when all of it is on disk is config.json removed, the files
     renamed, and config.json put back last. So a save that fails leaves the old model or, at worst, a folder that does
-    not load. Shards that an earlier save left are removed; files of others are not touched.
+    not load. Shards that an earlier save left are removed, and generation_config.json, unless ``extra_json`` has one;
+    files of others, and the tokenizer's, are not touched.
 
     Raises CheckpointError for names that share memory (drop the tied one), tensors without data or with a dtype that
     is not F64, F32, F16 or BF16, values that are not JSON, and for a disk that refuses.
@@ -83,6 +84,8 @@ def save_streamed(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         stale = own_shards(folder) - set(shards)
+        if (folder / CONFIG).exists():  # a model is replaced: its settings are not the new one's
+            stale |= {"generation_config.json"} - texts.keys()
         try:
             for file, names in shards.items():
                 write_safetensors(folder / (file + mark), {name: tensors[name] for name in names}, make)

@@ -500,6 +500,9 @@ def test_saving_again_leaves_no_stale_and_touches_no_foreign_file(folder):
     foreign = {"model-00001-of-00009.safetensors", "consolidated.safetensors", "notes.txt", "adapter.bin"}
     for name in foreign:
         (folder / name).write_text("mine")
+    settings = {"generation_config.json": {"temperature": 0.5}}
+    save_checkpoint(folder, some_tensors(), CONFIG, extra_json=settings)
+    assert files(folder) == {"config.json", "model.safetensors", "generation_config.json"} | foreign
     save_checkpoint(folder, some_tensors(), CONFIG)
     assert files(folder) == {"config.json", "model.safetensors"} | foreign
     save_checkpoint(folder, some_tensors(), CONFIG, max_shard_size="6.5KB")
