@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=tuple(KINDS), help="default: the source's; q8_0 only to gguf")
     parser.add_argument("--max-shard-size", metavar="SIZE", help='such as "5GB"; meta: files of tensor parallelism')
     parser.add_argument("--base", metavar="FOLDER", help="the model that an adapter is for, if it names none here")
-    parser.add_argument("--force", action="store_true", help="replace a model that TARGET already holds")
+    parser.add_argument("--force", action="store_true", help="replace a model that TARGET holds, and its tokenizer")
     options = vars(parser.parse_args(arguments))
     try:
         written = convert(options.pop("source"), options.pop("target"), **options)

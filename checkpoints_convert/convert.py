@@ -13,6 +13,7 @@ import torch
 
 from ligermodels.checkpoints_convert.adapters import ADAPTER_CONFIG, merge_adapter, read_adapter
 from ligermodels.checkpoints_convert.chatglm import write_chatglm
+from ligermodels.checkpoints_convert.companions import companions
 from ligermodels.checkpoints_convert.files import CONFIG, INDEX, PICKLE, PICKLE_INDEX, SINGLE, listed
 from ligermodels.checkpoints_convert.from_gguf import open_gguf
 from ligermodels.checkpoints_convert.hf import Checkpoint, open_checkpoint, read_config
@@ -23,7 +24,6 @@ from ligermodels.checkpoints_convert.mistral import open_mistral, write_mistral
 from ligermodels.checkpoints_convert.rewrites import text_tower, to_model_names
 from ligermodels.checkpoints_convert.streamed import (
     Source,
-    companions,
     fingerprint,
     from_checkpoint,
     open_hf,
@@ -104,8 +104,12 @@ def convert(
     decides how many files of tensor parallelism are written.
 
     Files grow in TARGET.partial and move to ``target`` at the end; an interrupted conversion, run again, continues.
-    The source is only read. Raises LigerError naming the file, key or tensor that is wrong, and for a target that
-    exists while ``force`` is not given.
+    ``force`` replaces a model in ``target`` with all that belongs to one: weights and index, config, and, though the
+    new source may have none, tokenizer, chat templates, generation config, image processor, as their names tell.
+    Files of other names stay. The source is only read.
+
+    Raises LigerError naming the file, key or tensor that is wrong, and for a target that exists while ``force`` is not
+    given.
     """
     path, target = Path(source), Path(target)
     for given in (path, target):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ligermodels.checkpoints_convert.files import read_json
+from ligermodels.checkpoints_convert.companions import chat_templates, content, is_template_name
 from ligermodels.checkpoints_convert.gguf_config import need
 from ligermodels.errors import CheckpointError
 
@@ -39,7 +39,7 @@ _SPLITS |= {"gpt-2": None, "gpt2": None, "smollm": None}  # None: GPT-2's rule, 
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 _NO_TOKENIZER = ("none", "no_vocab")
-_MAX_TOKENIZER = 100_000_000  # bytes of a tokenizer.json; the largest published ones have 35 MB
+_TEMPLATE = "tokenizer.chat_template"  # the default one; .NAME: others, which tokenizer.chat_templates lists
 
 
 # ------------------------------------------------------------------------------------------- GGUF → Hugging Face files
@@ -62,7 +62,7 @@ def generation_config_of(path: Path, config: dict, metadata: dict) -> dict:
 
 
 def tokenizer_config_of(path: Path, config: dict, metadata: dict) -> dict:
-    """tokenizer_config.json, with the chat template."""
+    """tokenizer_config.json, with the chat template; a list of them where there are named ones."""
     values = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # "what tokenizer.json says"
         "model_max_length": config["max_position_embeddings"],
@@ -73,9 +73,22 @@ def tokenizer_config_of(path: Path, config: dict, metadata: dict) -> dict:
         "eos_token": _token(path, metadata, "eos_token_id"),
         "unk_token": _token(path, metadata, "unknown_token_id"),
         "pad_token": _token(path, metadata, "padding_token_id"),
-        "chat_template": metadata.get("tokenizer.chat_template"),
+        "chat_template": _read_templates(path, metadata),
     }
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _read_templates(path: Path, metadata: dict) -> str | list[dict[str, str]] | None:
+    found = {"default": metadata[_TEMPLATE]} if _TEMPLATE in metadata else {}
+    found |= {key.removeprefix(f"{_TEMPLATE}."): metadata[key] for key in metadata if key.startswith(f"{_TEMPLATE}.")}
+    for name, template in found.items():
+        if not isinstance(template, str):
+            raise CheckpointError(f"{path}: the chat template {name!r} must be a text, found {type(template).__name__}")
+        if not is_template_name(name):
+            raise CheckpointError(f"{path}: {_TEMPLATE}.{name} names a template {name!r}, which is no plain name")
+    if found.keys() <= {"default"}:
+        return found.get("default")
+    return [{"name": name, "template": template} for name, template in found.items()]
 
 
 def tokenizer_of(path: Path, metadata: dict) -> dict | None:
@@ -217,23 +230,14 @@ def tokenizer_metadata(files: Mapping[str, Path | dict], config: dict, where: Pa
     if "tokenizer.json" not in files:
         warnings.warn(f"{where} has no tokenizer.json: the GGUF will hold no tokenizer", stacklevel=2)
         return {"tokenizer.ggml.model": "none"} | _ids(config, _stops(None, config, files, where))
-    said = _content(files, "tokenizer_config.json")
-    raw = _content(files, "tokenizer.json")
+    said = content(files, "tokenizer_config.json")
+    raw = content(files, "tokenizer.json")
     try:
         return _tokenizer_metadata(raw, said, files, config, where)
     except CheckpointError:
         raise
     except Exception as error:  # a file that is JSON, but not what a tokenizer.json looks like
         raise CheckpointError(f"{where}: tokenizer.json is broken: {type(error).__name__}: {error}") from error
-
-
-def _content(files: Mapping[str, Path | dict], name: str) -> dict:
-    found = files.get(name, {})
-    if isinstance(found, dict):
-        return found
-    if found.stat().st_size > _MAX_TOKENIZER:
-        raise CheckpointError(f"{found} has {found.stat().st_size} bytes: too large for a {name}")
-    return read_json(found, limit=_MAX_TOKENIZER)
 
 
 def _tokenizer_metadata(raw: dict, said: dict, files: Mapping, config: dict, where: Path) -> dict[str, Any]:
@@ -299,12 +303,12 @@ def _tokenizer_metadata(raw: dict, said: dict, files: Mapping, config: dict, whe
             "after it; a GGUF can say no more than bos and eos",
             stacklevel=4,
         )
-    return out | _templates(said, files)
+    return out | _templates(chat_templates(files, where))
 
 
 def _stops(eos: int | None, config: dict, files: Mapping, where: Path) -> list[int]:
     """The ids to stop at: the tokenizer's eos, then the config's, then those of generation_config.json."""
-    found = [eos, config.get("eos_token_id"), _content(files, "generation_config.json").get("eos_token_id")]
+    found = [eos, config.get("eos_token_id"), content(files, "generation_config.json").get("eos_token_id")]
     flat = [stop for part in found for stop in (part if isinstance(part, list) else [part])]
     stops = [s for s in dict.fromkeys(flat) if type(s) is int and 0 <= s < config["vocab_size"]]
     if len(stops) > 3:
@@ -391,16 +395,9 @@ def _prepends(raw: dict) -> bool:
     )
 
 
-def _templates(said: dict, files: Mapping) -> dict[str, Any]:
-    template = said.get("chat_template")
-    jinja = files.get("chat_template.jinja")
-    if jinja is not None:
-        template = jinja.read_text(encoding="utf-8")
-    if isinstance(template, str):
-        return {"tokenizer.chat_template": template}
-    out: dict[str, Any] = {}
-    for named in template or []:
-        default = named["name"] == "default"
-        out["tokenizer.chat_template" + ("" if default else f".{named['name']}")] = named["template"]
-    others = [named["name"] for named in template or [] if named["name"] != "default"]
-    return out | ({"tokenizer.chat_templates": others} if others else {})
+def _templates(templates: Mapping[str, str]) -> dict[str, Any]:
+    """Names stay as they are; llama.cpp's own converter makes every sign but letters and digits an underscore."""
+    others = sorted(templates.keys() - {"default"})
+    out: dict[str, Any] = {f"{_TEMPLATE}.{name}": templates[name] for name in others}
+    out |= {f"{_TEMPLATE}s": others} if others else {}
+    return out | ({_TEMPLATE: templates["default"]} if "default" in templates else {})

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from ligermodels.checkpoints_convert.companions import companions
 from ligermodels.checkpoints_convert.files import MAX_CONFIG
 from ligermodels.checkpoints_convert.gguf_layout import CLASSES, layout
 from ligermodels.checkpoints_convert.meta import number, whole
 from ligermodels.checkpoints_convert.pth import open_pth
-from ligermodels.checkpoints_convert.streamed import Source, companions, expect_shapes
+from ligermodels.checkpoints_convert.streamed import Source, expect_shapes
 from ligermodels.errors import CheckpointError
 
 __all__ = ["open_litgpt"]

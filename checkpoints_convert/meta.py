@@ -4,7 +4,8 @@
 - Meta rotates neighbouring pairs of a head's dimensions, Hugging Face its two halves: the rows of q and k differ, head
   by head, and there are fewer heads of k.
 - A file per GPU of tensor parallelism: rows of wq, wk, wv, w1, w3 and output, columns of wo and w2 are cut, norms are
-  in each. The embedding was cut by columns (Llama 1, 2) and is by rows (Llama 3).
+  in each. The embedding was cut by columns (Llama 1, 2) and is by rows (Llama 3). Of more files than heads of k and v
+  (Llama 3.1 405B in 16), each has one head in wk and wv, neighbours the same.
 - The width of the MLP is not in params.json but follows: ⌊2/3·4·dim⌋, times ``ffn_dim_multiplier``, rounded up to
   ``multiple_of``. Read, it is taken from the tensors.
 
@@ -17,13 +18,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ligermodels.checkpoints_convert.files import read_json
+from ligermodels.checkpoints_convert.companions import companions
+from ligermodels.checkpoints_convert.files import listed, read_json
 from ligermodels.checkpoints_convert.gguf_layout import deinterleave, interleave
 from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo
 from ligermodels.checkpoints_convert.pth import open_pth, save_pth
@@ -31,7 +33,6 @@ from ligermodels.checkpoints_convert.save import parse_size, to_json
 from ligermodels.checkpoints_convert.streamed import (
     Source,
     WorkFolder,
-    companions,
     expect_shapes,
     progress,
 )
@@ -146,10 +147,13 @@ def open_meta(folder: Path) -> Source:
         if found.keys() != tensors[0].keys():
             odd = min(found.keys() ^ tensors[0].keys())
             raise CheckpointError(f"{path} and {shards[0].name} do not hold the same tensors: {odd}")
-    embedding, gate = (tensors[0].get(name) for name in ("tok_embeddings.weight", "layers.0.feed_forward.w1.weight"))
-    if embedding is None or gate is None or len(embedding.shape) != 2 or len(gate.shape) != 2:
-        raise CheckpointError(f"{shards[0]} lacks tok_embeddings.weight or layers.0.feed_forward.w1.weight")
+    needed = ("tok_embeddings.weight", "layers.0.feed_forward.w1.weight", "layers.0.attention.wq.weight")
+    for name in needed:
+        if name not in tensors[0] or len(tensors[0][name].shape) != 2:
+            raise CheckpointError(f"{shards[0]} lacks {name}, a matrix")
+    embedding, gate, wq = (tensors[0][name] for name in needed)
     dim = whole(folder / PARAMS, params, "dim")
+    _check_count(folder, len(shards), dim, wq.shape[0])
     by_rows = embedding.shape[1] == dim
     vocab = embedding.shape[0] * (len(shards) if by_rows else 1)
     width = gate.shape[0] * len(shards)
@@ -176,17 +180,23 @@ def open_meta(folder: Path) -> Source:
             found.pop(head, None)
 
     expected, cut = shapes_of(config), {}
+    copies = _copies(folder, config, len(shards))
     for ours, shape in expected.items():
         axis = _axis(ours, by_rows)
-        if axis is not None and shape[axis] % len(shards):
+        count = len(shards) // copies if _is_kv(ours) else len(shards)
+        if axis is not None and shape[axis] % count:
             raise CheckpointError(f"{folder}: {meta_name(ours)} {list(shape)} cannot lie in {len(shards)} files")
-        cut[meta_name(ours)] = tuple(s // len(shards) if i == axis else s for i, s in enumerate(shape))
+        cut[meta_name(ours)] = tuple(s // count if i == axis else s for i, s in enumerate(shape))
     for path, found in zip(shards, tensors, strict=True):
-        expect_shapes(path, found, cut, f"a Llama of this {PARAMS}")
+        expect_shapes(path, found, cut, f"a Llama of this {PARAMS} in {len(shards)} files")
+    for rank in range(len(shards)):
+        if rank % copies:
+            _check_same(shards, parts, rank, rank - rank % copies, [meta_name(n) for n in expected if _is_kv(n)])
 
     def make(ours: str) -> torch.Tensor:
         axis, theirs = _axis(ours, by_rows), meta_name(ours)
-        pieces = [part.read(theirs) for part in (parts if axis is not None else parts[:1])]
+        holders = parts[:1] if axis is None else parts[::copies] if _is_kv(ours) else parts
+        pieces = [part.read(theirs) for part in holders]
         tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=axis or 0)
         heads = heads_of(config, ours)
         return deinterleave(tensor, heads) if heads else tensor
@@ -201,16 +211,42 @@ def open_meta(folder: Path) -> Source:
 def _check_alike(shards: list[Path], parts: list[Checkpoint]) -> None:
     """Raise CheckpointError for files of tensor parallelism of several dtypes, or whose copies of a norm differ."""
     first = parts[0].tensors
-    for path, part in zip(shards[1:], parts[1:], strict=True):
-        for name, info in part.tensors.items():
-            if name not in first:
-                continue  # told of by name elsewhere
+    for rank in range(1, len(parts)):
+        found = {name: info for name, info in parts[rank].tensors.items() if name in first}  # others are told of later
+        for name, info in found.items():
             if info.dtype != first[name].dtype:
-                raise CheckpointError(f"{path}: {name} is {info.dtype}, in {shards[0].name} it is {first[name].dtype}")
-            if name.endswith("norm.weight") and len(info.shape) == 1:
-                both = Checkpoint(part.folder, {"a": info, "b": first[name]})
-                if not _same(both, info, first[name]):
-                    raise CheckpointError(f"{path}: {name} differs from that in {shards[0].name}: of another model?")
+                raise CheckpointError(
+                    f"{shards[rank]}: {name} is {info.dtype}, in {shards[0].name} it is {first[name].dtype}"
+                )
+        norms = [name for name, info in found.items() if name.endswith("norm.weight") and len(info.shape) == 1]
+        _check_same(shards, parts, rank, 0, norms)
+
+
+def _check_same(shards: list[Path], parts: list[Checkpoint], rank: int, other: int, names: Iterable[str]) -> None:
+    """Raise CheckpointError unless two files hold the same tensors of these names."""
+    for name in names:
+        if not _same(parts[rank], parts[rank].tensors[name], parts[other].tensors[name]):
+            raise CheckpointError(
+                f"{shards[rank]}: {name} differs from that in {shards[other].name}, of which it must be a copy: "
+                "of another model?"
+            )
+
+
+def _is_kv(ours: str) -> bool:
+    return ours.endswith(("self_attn.k_proj.weight", "self_attn.v_proj.weight"))
+
+
+def _copies(folder: Path, config: Mapping[str, Any], count: int) -> int:
+    """In how many of ``count`` files each head of k and v is: 1, or more where there are fewer heads than files."""
+    heads = config["num_key_value_heads"]
+    if count <= heads:
+        return 1
+    if count % heads:
+        raise CheckpointError(
+            f"{folder} has {count} files, among which {heads} heads of wk and wv (n_kv_heads of {PARAMS}) cannot be "
+            "divided evenly"
+        )
+    return count // heads
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -222,6 +258,16 @@ def _shards(folder: Path) -> list[Path]:
     if missing:
         raise CheckpointError(f"{folder} lacks {', '.join(missing)}, since it has {shards[-1].name}")
     return shards
+
+
+def _check_count(folder: Path, count: int, dim: int, rows: int) -> None:
+    """Raise CheckpointError if ``count`` files with so many ``rows`` of wq each are too few or too many for ``dim``."""
+    if not rows or dim % rows or dim // rows == count:
+        return  # what does not fit at all is told of by name and shape
+    if count > dim // rows:
+        raise CheckpointError(f"{folder} holds {count} files, but {dim // rows} hold the whole model of {PARAMS}")
+    missing = [f"consolidated.{i:02d}.pth" for i in range(count, dim // rows)]
+    raise CheckpointError(f"{folder} lacks {listed(missing)}: it holds {count} of {dim // rows} parts of the model")
 
 
 def _axis(ours: str, embedding_by_rows: bool) -> int | None:
@@ -357,6 +403,8 @@ def write_meta(
     layout = [[name, list(shown[name].shape), str(shown[name].dtype)] for name in names]
     work = WorkFolder(target, order, [plan, layout, count], marker=PARAMS, own=own, force=force)
     with work, progress(shown, target) as bar:
+        if work.finished:
+            return target
         for rank, file in enumerate(files):
             shapes = {meta_name(name): _cut(shown[name], name, by_rows, rank, count) for name in names}
             if not _is_finished(work.path / file, shapes):

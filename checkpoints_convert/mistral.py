@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ligermodels.checkpoints_convert.companions import companions
 from ligermodels.checkpoints_convert.files import read_json
 from ligermodels.checkpoints_convert.gguf_layout import deinterleave, interleave
 from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo
@@ -29,7 +30,6 @@ from ligermodels.checkpoints_convert.meta import (
 from ligermodels.checkpoints_convert.save import to_json
 from ligermodels.checkpoints_convert.streamed import (
     Source,
-    companions,
     expect_shapes,
     open_files,
     write_shards,

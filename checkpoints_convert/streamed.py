@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from ligermodels.checkpoints_convert.files import CONFIG, INDEX, TOKENIZER_FILES, listed, read_index
+from ligermodels.checkpoints_convert.companions import TEMPLATE_FOLDER, companions, refuse_link, remove_stale
+from ligermodels.checkpoints_convert.files import CONFIG, INDEX, listed, read_index
 from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo, open_checkpoint
 from ligermodels.checkpoints_convert.safetensors_file import DTYPE_NAMES, DTYPES, read_header, write_safetensors
 from ligermodels.checkpoints_convert.save import index_of, own_shards, parse_size, plan_shards, to_json, write_bytes
@@ -27,12 +28,10 @@ from ligermodels.errors import CheckpointError
 
 __all__ = ["Source", "WorkFolder", "expect_shapes", "from_checkpoint", "open_hf", "write_hf", "write_shards"]
 
-# What goes with the weights, byte for byte, between layouts that share a tokenizer.
-_COMPANIONS = (
-    *TOKENIZER_FILES, "added_tokens.json", "vocab.json", "merges.txt", "tekken.json", "tokenizer.model.v3",
-    "tokenization_chatglm.py", "generation_config.json", "preprocessor_config.json", "processor_config.json",
-)  # fmt: skip
 _PLAN = "plan.json"
+_DONE = " done"  # after the plan's hash: all files are written, and only have to be moved
+_OURS = re.compile(rf"[0-9a-f]{{64}}({_DONE})?")
+_REPLACED = "replaced"  # the marker of the model in whose place the new one comes
 
 
 @dataclass(frozen=True)
@@ -115,11 +114,6 @@ def open_hf(folder: Path, config: dict) -> Source:
     return from_checkpoint(open_checkpoint(folder), config, companions(folder))
 
 
-def companions(folder: Path) -> dict[str, Path]:
-    """The tokenizer's files and generation_config.json, those of them that ``folder`` has."""
-    return {name: folder / name for name in _COMPANIONS if (folder / name).is_file()}
-
-
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
@@ -127,12 +121,17 @@ class WorkFolder:
     """The folder beside ``target`` (``target``.partial) in which it grows, and its move into place.
 
     >>> with WorkFolder(target, names, plan, marker="config.json", force=False) as work:
-    ...     write(work.path / "config.json")  # and all other ``names``
+    ...     if not work.finished:
+    ...         write(work.path / "config.json")  # and all other ``names``
 
     ``names`` are the files that the target will hold; None if it is one file itself. ``marker`` is the file without
     which it does not load. ``own`` are files of an earlier model of this layout in the target. ``plan`` is anything
     that JSON can write and that differs between runs that write different bytes: what an interrupted run of the same
-    plan left is kept, that of another is removed. An error leaves the folder for the next run.
+    plan left is kept, that of another is removed. An error leaves the folder for the next run. ``finished``: such a run
+    had written everything, and only the move is left to do.
+
+    With ``force``, a model in the target (its marker or its weights are there) is replaced with all that belongs to
+    one: ``own``, and tokenizer, templates, generation config, as known by their names. Files of other names stay.
 
     Raises CheckpointError if the target (one of its names, in an existing folder) is there and ``force`` is not given.
     """
@@ -151,39 +150,64 @@ class WorkFolder:
             target = Path(os.path.abspath(target))
             if not target.name:
                 raise CheckpointError(f"{target} cannot be the target: give a folder")
-        self.target, self.names, self.force = target, None if names is None else list(names), force
+        self.target, self.is_file, self.force = target, names is None, force
+        self.names = [target.name] if names is None else list(names)
         self.marker, self.own, self._held = marker, set(own), None
         self.path = target.with_name(target.name + ".partial")
-        self.plan = hashlib.sha256(json.dumps(plan, sort_keys=True, default=str).encode()).hexdigest()
+        self.plan = hashlib.sha256(json.dumps([plan, self.names], sort_keys=True, default=str).encode()).hexdigest()
+        self.finished = self._is_finished()
         self._check()
+
+    def _place(self, name: str) -> Path:
+        return self.target if self.is_file else self.target / name
+
+    def _left(self) -> list[str]:
+        """Names that are still to be moved."""
+        return [name for name in self.names if (self.path / name).exists()]
+
+    def _is_finished(self) -> bool:
+        """Whether a run of this plan was killed after its last file was written: what is not here is there."""
+        if _plan_in(self.target) == self.plan + _DONE:  # killed between the renaming of the folder and the end
+            return not self.force
+        if _plan_in(self.path) != self.plan + _DONE:
+            return False
+        left = self._left()
+        moved = all(self._place(name).exists() for name in self.names if name not in left)
+        return moved and (bool(left) or not self.force)
 
     def _check(self) -> None:
         target, how = self.target, "choose another name, or pass force (--force)"
         if target.is_symlink() and not target.exists():
             raise CheckpointError(f"{target} is a link to {os.readlink(target)}, which is not there")
-        if self.names is None:
-            if target.is_dir():
-                raise CheckpointError(f"{target} is a folder: give the file to write")
-            if target.exists() and not self.force:
-                raise CheckpointError(f"{target} already exists: {how}")
-        elif target.exists() and not target.is_dir():
+        if self.is_file and target.is_dir():
+            raise CheckpointError(f"{target} is a folder: give the file to write")
+        if not self.is_file and target.exists() and not target.is_dir():
             raise CheckpointError(f"{target} is a file: give the folder to write")
-        elif target.is_dir() and not self.force:
-            taken = sorted(name for name in {*self.names, *self.own} if (target / name).exists())
-            if taken:
-                raise CheckpointError(f"{target} already holds {taken[0]}: {how}")
+        if self.force or any(name.startswith(f"{TEMPLATE_FOLDER}/") for name in self.names):
+            refuse_link(target)
+        if self.force:
+            return
+        names = self._left() if self.finished else self.names if self.is_file else {*self.names, *self.own}
+        taken = sorted(name for name in names if os.path.lexists(self._place(name)))
+        if taken and self.is_file:
+            raise CheckpointError(f"{target} already exists: {how}")
+        if taken:
+            raise CheckpointError(f"{target} already holds {taken[0]}: {how}")
 
     def __enter__(self) -> WorkFolder:
         try:
             plan = self.path / _PLAN
-            if plan.is_file():
-                self._lock(plan)
-            if self.path.exists() and not (plan.is_file() and plan.read_text(errors="replace") == self.plan):
-                if not plan.is_file() and any(self.path.iterdir()):
+            if self.path.exists():
+                found, empty = _plan_in(self.path), {_PLAN} if _is_empty(plan) else set()
+                if found is None and {path.name for path in self.path.iterdir()} - empty:
                     raise CheckpointError(f"{self.path} is in the way, and it is not ours: move it away")
-                self._remove()
+                if found is not None:
+                    self._lock(plan)
+                if found != self.plan and not self.finished:
+                    self._remove()
             self.path.mkdir(parents=True, exist_ok=True)
-            plan.write_text(self.plan)
+            if _plan_in(self.path) is None:
+                write_bytes(plan, self.plan.encode())
             self._lock(plan)
         except OSError as error:
             raise CheckpointError(f"cannot write to {self.path}: {error}") from error
@@ -211,6 +235,7 @@ class WorkFolder:
         for name, text in texts.items():
             write_bytes(self.path / name, text)
         for name, path in copies.items():
+            (self.path / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, self.path / name)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -232,21 +257,34 @@ class WorkFolder:
     def _finish(self) -> None:
         """Only names change here. Without its marker a folder does not load, so that one goes first and comes last."""
         self._check()
-        if self.names is None:
-            os.replace(self.path / self.target.name, self.target)
-        elif not self.target.exists():
-            for stray in {path.name for path in self.path.iterdir()} - {*self.names, _PLAN}:
+        left = self._left()
+        if left and not self.finished:
+            with open(self.path / _PLAN, "a") as plan:
+                plan.write(_DONE)
+        if left and not self.is_file and not self.target.exists():
+            tops = {name.split("/")[0] for name in self.names}
+            for stray in {path.name for path in self.path.iterdir()} - {*tops, _PLAN}:
                 (self.path / stray).unlink()
             os.replace(self.path, self.target)
+        elif left:
+            self._replace(left)
+        if self.path.exists():
+            self._remove()
+        if not self.is_file and _plan_in(self.target) is not None:
             (self.target / _PLAN).unlink()
-            return
-        else:
-            (self.target / self.marker).unlink(missing_ok=True)
-            for name in self.own - set(self.names):
-                (self.target / name).unlink(missing_ok=True)
-            for name in sorted(self.names, key=lambda name: name == self.marker):
-                os.replace(self.path / name, self.target / name)
-        self._remove()
+
+    def _replace(self, left: list[str]) -> None:
+        """Move ``left`` into a folder that is there, in the place of the model that it may hold."""
+        old = self.path / _REPLACED
+        if self.marker and self._place(self.marker).exists():
+            os.replace(self._place(self.marker), old)
+        if old.exists() or any(self._place(name).exists() for name in self.own):
+            remove_stale(self.target, self.names)
+        for name in self.own - set(self.names):
+            self._place(name).unlink(missing_ok=True)
+        for name in sorted(left, key=lambda name: name == self.marker):
+            self._place(name).parent.mkdir(exist_ok=True)
+            os.replace(self.path / name, self._place(name))
 
     def _remove(self) -> None:
         """The folder goes, and last of it the plan: without one, what is left would not be known as ours."""
@@ -254,6 +292,19 @@ class WorkFolder:
             if path.name != _PLAN:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         shutil.rmtree(self.path)
+
+
+def _plan_in(folder: Path) -> str | None:
+    """What the plan of a run in ``folder`` says; None if there is none, or a file of that name that no run wrote."""
+    path = folder / _PLAN
+    if not path.is_file() or path.stat().st_size > 100:
+        return None
+    text = path.read_text(errors="replace")
+    return text if _OURS.fullmatch(text) else None
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_file() and not path.stat().st_size
 
 
 def write_hf(
@@ -297,6 +348,8 @@ def write_shards(
         force=force,
     )
     with work, progress(source.tensors, target) as bar:
+        if work.finished:
+            return target
         for file, names in shards.items():
             wanted = {name: source.tensors[name] for name in names}
             if _is_finished(work.path / file, wanted):
@@ -361,13 +414,15 @@ def open_files(folder: Path, stem: str) -> dict[str, TensorInfo]:
 def fingerprint(*paths: Path) -> list:
     """What tells a source from another, or from itself after a change: names, sizes and times of its files.
 
-    Shards in a folder within (an index may name such) and all parts of a split GGUF are among them.
+    Shards in a folder within (an index may name such), named chat templates and all parts of a split GGUF are among
+    them.
     """
     files: set[Path] = set()
+    patterns = ("*", "*/*.safetensors", f"{TEMPLATE_FOLDER}/*.jinja")
     for path in paths:
         part = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})", path.stem)
         if path.is_dir():
-            files |= {file for pattern in ("*", "*/*.safetensors") for file in path.glob(pattern) if file.is_file()}
+            files |= {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
         elif part is not None:
             parts = path.parent.glob(f"*-of-{part[2]}{path.suffix}")
             files |= {file for file in parts if file.name.startswith(part[1])}

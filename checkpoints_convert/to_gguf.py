@@ -74,6 +74,8 @@ def write_gguf(
         keys["general.quantization_version"] = 2
 
     with WorkFolder(target, None, [plan, kind], force=force) as work:
+        if work.finished:
+            return target
         head = _header(work.path / "header", keys, entries, kinds)
         file, note = work.path / target.name, work.path / "progress.json"
         done = _resume(file, note, head)

@@ -16,22 +16,17 @@ from typing import Any
 import tokenizers
 import torch
 
-from ligermodels.checkpoints_convert.files import TOKENIZER_FILES
+from ligermodels.checkpoints_convert.companions import (
+    TEMPLATE_FOLDER,
+    TOKENIZER_PARTS,
+    chat_templates,
+    companions,
+    remove_stale,
+)
 from ligermodels.errors import LigerError
 
 __all__ = ["StreamDecoder", "Tokenizer"]
 
-# What save_pretrained writes back, byte for byte, when the source has it.
-_FILES = (*TOKENIZER_FILES, "added_tokens.json", "vocab.json", "merges.txt")
-_TEMPLATE_FOLDER = "additional_chat_templates"
-# Files that would override or complete what is saved, were they left over from another tokenizer in the same folder.
-_OVERRIDING_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 _CLEAN_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
@@ -98,7 +93,7 @@ class Tokenizer:
         return cls(
             backend,
             special_tokens={name: token.content for name, token in special.items()},
-            chat_templates=_chat_templates(folder, config),
+            chat_templates=chat_templates({**companions(folder), "tokenizer_config.json": config}, folder),
             clean_up_spaces=clean_up,
             folder=folder,
         )
@@ -131,8 +126,8 @@ class Tokenizer:
         """Write the files this tokenizer was read from into ``folder``, byte for byte.
 
         With tokens added since (``tokenizer.backend.add_tokens``), tokenizer.json is written anew. When a chat template
-        was assigned since, all are written as .jinja files, which win over the config's. Configs
-        and templates that another tokenizer left in ``folder`` are removed: they would override what is saved.
+        was assigned since, all are written as .jinja files, which win over the config's. Files of a tokenizer (known by
+        their names) that another left in ``folder`` are removed: they would override or contradict what is saved.
         Raises LigerError if ``folder`` cannot be written, or the files it was read from are gone.
         """
         folder = Path(folder)
@@ -144,7 +139,7 @@ class Tokenizer:
     def _save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if self._folder is None:
-            _remove_leftovers(folder, keep=None)
+            remove_stale(folder, (), TOKENIZER_PARTS)
             self.backend.save(str(folder / "tokenizer.json"))
             config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
             (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), "utf-8")
@@ -154,7 +149,7 @@ class Tokenizer:
                 self.backend.save(str(folder / "tokenizer.json"))
         if self.chat_templates != self._saved_templates:
             for name, source in self.chat_templates.items():
-                path = folder / ("chat_template.jinja" if name == "default" else f"{_TEMPLATE_FOLDER}/{name}.jinja")
+                path = folder / ("chat_template.jinja" if name == "default" else f"{TEMPLATE_FOLDER}/{name}.jinja")
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(source, encoding="utf-8", newline="")
 
@@ -166,12 +161,11 @@ class Tokenizer:
             )
         if folder.resolve() == source.resolve():
             return
-        _remove_leftovers(folder, keep=source)
-        for name in _FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
-        if (source / _TEMPLATE_FOLDER).is_dir():
-            shutil.copytree(source / _TEMPLATE_FOLDER, folder / _TEMPLATE_FOLDER, dirs_exist_ok=True)
+        files = companions(source, TOKENIZER_PARTS)
+        remove_stale(folder, files, TOKENIZER_PARTS)
+        for name, path in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / name)
 
     def __repr__(self) -> str:
         return f"Tokenizer({str(self._folder)!r}, vocab_size={self.vocab_size}, special_tokens={self.special_tokens})"
@@ -387,14 +381,6 @@ class StreamDecoder:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
 
-def _remove_leftovers(folder: Path, keep: Path | None) -> None:
-    """Remove what another tokenizer left in ``folder``, but for the names that ``keep`` has too."""
-    templates = (f"{_TEMPLATE_FOLDER}/{path.name}" for path in (folder / _TEMPLATE_FOLDER).glob("*.jinja"))
-    for name in (*_OVERRIDING_FILES, *templates):
-        if keep is None or not (keep / name).is_file():
-            (folder / name).unlink(missing_ok=True)
-
-
 def _missing(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder}: no such folder; if this is the name of a hub repository, use Tokenizer.from_hub"
@@ -473,30 +459,3 @@ def _add_missing_tokens(
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     missing = {token.content: token for token in reversed(tokens) if token.content and token.content not in known}
     backend.add_tokens(list(reversed(missing.values())))
-
-
-def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """name → Jinja source. Files win over the config, as in transformers."""
-    files = sorted((folder / _TEMPLATE_FOLDER).glob("*.jinja"))
-    templates = {path.stem: _read_text(path) for path in files}
-    if (folder / "chat_template.jinja").is_file():
-        templates["default"] = _read_text(folder / "chat_template.jinja")
-    if templates:
-        return templates
-    value = config.get("chat_template")
-    if value is None:  # repositories of multimodal models may keep it in a file of its own
-        value = _read_json(folder / "chat_template.json").get("chat_template")
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        return {"default": value}
-    try:
-        templates = {str(entry["name"]): str(entry["template"]) for entry in value}
-    except (TypeError, KeyError) as error:
-        raise LigerError(
-            f'{folder / "tokenizer_config.json"}: chat_template: expected a string or a list of {{"name", "template"}}'
-        ) from error
-    for name in templates:
-        if not name or Path(name).name != name:  # save_pretrained makes a file name of it
-            raise LigerError(f"{folder / 'tokenizer_config.json'}: chat_template: {name!r} is not a plain name")
-    return templates

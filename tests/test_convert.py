@@ -105,6 +105,55 @@ def test_meta_files_of_tensor_parallelism(tmp_path, vocab):
         convert(source, tmp_path / "four", to="meta", max_shard_size=int(size * 0.3))
 
 
+def test_meta_files_may_be_more_than_heads_of_k_and_v(tmp_path):
+    """Four files and two heads: neighbours have the same one, and must agree on it."""
+    source = folder_of(LLAMA | {"vocab_size": 96}, tmp_path / "hf")
+    folder = convert(source, tmp_path / "meta", to="meta")
+    state = torch.load(folder / "consolidated.00.pth", weights_only=True)
+
+    def cut(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        if tensor.dim() == 1:
+            return tensor
+        if ".wk." in name or ".wv." in name:
+            return tensor.chunk(2)[rank // 2].clone()
+        by_columns = any(part in name for part in (".wo.", ".w2.", "tok_embeddings"))
+        return tensor.chunk(4, dim=int(by_columns))[rank].clone()
+
+    for rank in range(4):
+        torch.save({n: cut(n, t, rank) for n, t in state.items()}, folder / f"consolidated.0{rank}.pth")
+    check_same_model(source, convert(folder, tmp_path / "back", to="hf"))
+
+    third, name = folder / "consolidated.03.pth", "layers.1.attention.wv.weight"
+    good = torch.load(third, weights_only=True)
+    torch.save(good | {name: good[name] + 1}, third)
+    with pytest.raises(CheckpointError, match=r"03\.pth: .*wv\.weight differs from that in consolidated\.02\.pth"):
+        convert(folder, tmp_path / "out", to="hf")
+    torch.save(good | {name: state[name]}, third)
+    with pytest.raises(CheckpointError, match=r"03\.pth: tensor .*wv\.weight is \[16, 64\], expected \[8, 64\]"):
+        convert(folder, tmp_path / "out", to="hf")
+    third.unlink()
+    with pytest.raises(CheckpointError, match=r"meta lacks consolidated\.03\.pth: it holds 3 of 4 parts"):
+        convert(folder, tmp_path / "out", to="hf")
+    third.with_name("consolidated.02.pth").unlink()
+    for extra in range(2, 7):
+        torch.save(state, folder / f"consolidated.0{extra}.pth")
+    torch.save(state, folder / "consolidated.00.pth")
+    with pytest.raises(CheckpointError, match="holds 7 files, but 1 hold the whole model"):
+        convert(folder, tmp_path / "out", to="hf")
+
+
+def test_meta_files_among_which_heads_cannot_be_divided(tmp_path):
+    config = LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}
+    folder = convert(folder_of(config, tmp_path / "hf"), tmp_path / "meta", to="meta")
+    state = torch.load(folder / "consolidated.00.pth", weights_only=True)
+    state |= {"layers.0.attention.wq.weight": torch.ones(16, 48), "tok_embeddings.weight": torch.ones(97, 16)}
+    for rank in range(3):
+        torch.save(state, folder / f"consolidated.0{rank}.pth")
+    (folder / "hf_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"3 files, among which 2 heads of wk and wv \(n_kv_heads of params"):
+        convert(folder, tmp_path / "out", to="hf")
+
+
 def test_a_folder_that_meta_published(tmp_path):
     """No hf_config.json, a copy of the head, rope.freqs: what is known of Llama 3.2 fills in the rest."""
     source = folder_of(LLAMA_32, tmp_path / "hf", torch.bfloat16)
@@ -880,42 +929,68 @@ def test_targets_that_are_no_plain_name(tmp_path, monkeypatch):
 
 
 KILLED = """
-import os, signal, sys
+import os, shutil, signal, sys
 from ligermodels.checkpoints_convert.convert import convert
-root, left = sys.argv[1], int(sys.argv[2])
+from ligermodels.errors import CheckpointError
+root, options = sys.argv[1], eval(sys.argv[2])
 
 def hook(event, arguments):
     global left
-    if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.copyfile"):
+    if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.copyfile", "shutil.rmtree") or (
+        event == "open" and ".partial" in str(arguments[0]) and arguments[1] not in ("r", "rb", None)
+    ):
         left -= 1
         if not left:
             os.kill(os.getpid(), signal.SIGKILL)
 
-for n in range(1, 60):
+for n in range(1, 80):
+    target = f"{root}/{n}/model"
+    os.makedirs(f"{root}/{n}")
+    if os.path.exists(f"{root}/old"):
+        shutil.copytree(f"{root}/old", target)
     pid = os.fork()
     if not pid:
         left = n
         sys.addaudithook(hook)
-        convert(f"{root}/hf", f"{root}/{n}", to="hf", max_shard_size="80KB")
+        convert(f"{root}/hf", target, **options)
         os._exit(0)
     killed = os.waitpid(pid, 0)[1]
-    if not os.path.exists(f"{root}/{n}"):
-        convert(f"{root}/hf", f"{root}/{n}", to="hf", max_shard_size="80KB")
     if not killed:
         break
+    try:
+        convert(f"{root}/hf", target, **options)
+    except CheckpointError:  # all was done, but for the folder, which is empty by now
+        assert not os.listdir(f"{target}.partial")
 print(n)
 """
 
 
-def test_killed_wherever_it_renames_or_deletes_a_conversion_continues(tmp_path):
-    folder_of(LLAMA, tmp_path / "hf")
-    command = [sys.executable, "-c", KILLED, str(tmp_path), "0"]
+@pytest.mark.parametrize("to, old", [("hf", False), ("hf", True), ("gguf", False)])
+def test_killed_wherever_it_writes_renames_or_deletes_a_conversion_continues(tmp_path, to, old):
+    """A second run brings the whole and nothing else, into a new target or in the place of an old model."""
+    source = folder_of(LLAMA, tmp_path / "hf")
+    options = {"to": to} | ({"max_shard_size": "80KB"} if to == "hf" else {}) | ({"force": True} if old else {})
+    if old:
+        put(tmp_path / "old", "config.json", "model.safetensors", *BESIDE, "notes.txt")
+    else:
+        put(source, "tokenizer.model", "additional_chat_templates/rag.jinja")
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path), repr(options)]
     count = int(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
-    assert count > 5
-    whole = {path.name: path.read_bytes() for path in (tmp_path / str(count)).iterdir()}
+    assert count > 8
+    whole = all_files(tmp_path / str(count))
+    assert ("model/notes.txt" in whole) is old and "model/plan.json" not in whole
     for n in range(1, count):
-        found = {path.name: path.read_bytes() for path in (tmp_path / str(n)).iterdir() if path.name != "plan.json"}
-        assert found == whole, n
+        assert all_files(tmp_path / str(n)) == whole, n
+
+
+def test_only_a_folder_that_a_run_left_is_cleared(tmp_path):
+    source = folder_of(LLAMA, tmp_path / "hf")
+    put(tmp_path / "out.partial", "plan.json", "thesis.txt")
+    with pytest.raises(CheckpointError, match="not ours"):
+        convert(source, tmp_path / "out", to="hf")
+    assert len(all_files(tmp_path / "out.partial")) == 2
+    put(tmp_path / "there", "plan.json")
+    assert all_files(convert(source, tmp_path / "there", to="hf"))["plan.json"] == b"{}"
 
 
 def test_a_full_disk_is_told_for_pickles_too(tmp_path):
@@ -952,3 +1027,51 @@ def test_two_runs_at_once_do_not_mix(tmp_path):
             ):
                 pass
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"]
+
+
+# ---------------------------------------------------------------------------- what goes beside the weights, and is left
+
+BESIDE = ("tokenizer.json", "tokenizer.model", "generation_config.json", "chat_template.jinja", "merges.txt",
+          "preprocessor_config.json", "additional_chat_templates/rag.jinja")  # fmt: skip
+
+
+def put(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+
+
+def all_files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("to", ["hf", "meta"])
+def test_what_is_beside_the_weights_goes_along(tmp_path, to):
+    source = folder_of(LLAMA, tmp_path / "hf")
+    put(source, *BESIDE, "notes.txt")
+    assert set(BESIDE) <= all_files(convert(source, tmp_path / "new", to=to)).keys()
+    put(tmp_path / "there", "mine.txt")
+    assert set(BESIDE) <= all_files(convert(source, tmp_path / "there", to=to)).keys() - {"notes.txt"}
+
+
+@pytest.mark.parametrize("to, marker", [("hf", "config.json"), ("meta", "params.json")])
+def test_a_replaced_model_leaves_nothing_and_foreign_files_stay(tmp_path, to, marker):
+    """Also where the new source has no tokenizer: the old one would be taken for its own."""
+    source, target = folder_of(LLAMA, tmp_path / "hf"), tmp_path / "out"
+    (source / "generation_config.json").unlink()
+    whole = all_files(convert(source, tmp_path / "alone", to=to))
+    put(target, marker, *BESIDE, "notes.txt", "additional_chat_templates/mine.txt")
+    convert(source, target, to=to, force=True)
+    assert all_files(target) == whole | {"notes.txt": b"{}", "additional_chat_templates/mine.txt": b"{}"}
+    put(tmp_path / "no model", "tokenizer.json")  # put there by hand, for the weights to come
+    assert all_files(convert(source, tmp_path / "no model", to=to)) == whole | {"tokenizer.json": b"{}"}
+
+
+def test_templates_of_another_folder_are_not_removed_through_a_link(tmp_path):
+    source, target = folder_of(LLAMA, tmp_path / "hf"), tmp_path / "out"
+    put(tmp_path / "other", "additional_chat_templates/rag.jinja")
+    convert(source, target, to="hf")
+    (target / "additional_chat_templates").symlink_to(tmp_path / "other" / "additional_chat_templates")
+    with pytest.raises(CheckpointError, match="additional_chat_templates is a link"):
+        convert(source, target, to="hf", force=True)
+    assert all_files(tmp_path / "other") and (target / "config.json").exists()

@@ -12,12 +12,14 @@ import torch
 from convert_cases import GLM, LLAMA, LLAMA_32, MISTRAL, MIXTRAL, SHARED, check_same_model, folder_of, tensors_of
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+import ligermodels
 from ligermodels import LlamaConfig
 
 gguf = pytest.importorskip("gguf")
 
 from ligermodels.checkpoints_convert import gguf_file  # noqa: E402
 from ligermodels.checkpoints_convert.__main__ import main  # noqa: E402
+from ligermodels.checkpoints_convert.companions import companions  # noqa: E402
 from ligermodels.checkpoints_convert.convert import convert  # noqa: E402
 from ligermodels.checkpoints_convert.from_gguf import convert_gguf, open_gguf  # noqa: E402
 from ligermodels.checkpoints_convert.gguf_config import metadata_of  # noqa: E402
@@ -25,7 +27,6 @@ from ligermodels.checkpoints_convert.gguf_file import read_gguf  # noqa: E402
 from ligermodels.checkpoints_convert.gguf_layout import layout  # noqa: E402
 from ligermodels.checkpoints_convert.gguf_tokenizer import _TEKKEN, _WORDS, tokenizer_metadata  # noqa: E402
 from ligermodels.checkpoints_convert.hf import open_checkpoint, read_config, save_checkpoint  # noqa: E402
-from ligermodels.checkpoints_convert.streamed import companions  # noqa: E402
 from ligermodels.errors import CheckpointError, ConfigError  # noqa: E402
 
 BYTES = "".join(sorted(__import__("tokenizers").pre_tokenizers.ByteLevel.alphabet()))
@@ -766,6 +767,41 @@ def test_a_tokenizer_on_bytes_there_and_back(tmp_path, rule):
     for text in [*TEXTS, "hello<tool> llo 1234", "<|begin|>x"]:
         assert again.encode(text).ids == ours.encode(text).ids
     assert json.loads((back / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
+
+
+NAMED = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag-2": "{{ documents }}"}
+
+
+@pytest.mark.parametrize("how", ["files", "list"])
+def test_named_chat_templates_there_and_back(tmp_path, how):
+    source = folder_of(LLAMA | {"vocab_size": 270}, tmp_path / "hf")
+    byte_level(source, RULES["gpt-2"])
+    said = json.loads((source / "tokenizer_config.json").read_text())
+    if how == "list":
+        said["chat_template"] = [{"name": name, "template": text} for name, text in NAMED.items()]
+    else:  # and these win over the config's
+        (source / "chat_template.jinja").write_text(NAMED["default"])
+        (source / "additional_chat_templates").mkdir()
+        for name in NAMED.keys() - {"default"}:
+            (source / "additional_chat_templates" / f"{name}.jinja").write_text(NAMED[name])
+        said["chat_template"] = "of old"
+    (source / "tokenizer_config.json").write_text(json.dumps(said))
+    file = convert(source, tmp_path / "model.gguf", to="gguf")
+    metadata = read_gguf(file)[0]
+    assert metadata["tokenizer.chat_template"] == NAMED["default"]
+    assert metadata["tokenizer.chat_templates"] == ["rag-2", "tool_use"]
+    assert metadata["tokenizer.chat_template.tool_use"] == NAMED["tool_use"]
+    back = convert(file, tmp_path / "back", to="hf")
+    assert ligermodels.Tokenizer.from_pretrained(back).chat_templates == NAMED
+    assert pytest.importorskip("transformers").AutoTokenizer.from_pretrained(back).chat_template == NAMED
+
+
+@pytest.mark.parametrize("name, value", [(".../up", "x"), ("", 3), (".tool_use", 3)])
+def test_chat_templates_that_are_none_are_refused(tmp_path, name, value):
+    file = write_gguf(tmp_path / "a.gguf", weights(True, 258), tokens=BPE_TOKENS,
+                      keys=[(f"tokenizer.chat_template{name}", value)])  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"a\.gguf: .*(plain name|must be a text, found int)"):
+        convert(file, tmp_path / "out", to="hf")
 
 
 @pytest.mark.parametrize("prefix", [True, False], ids=["llama", "gemma"])
