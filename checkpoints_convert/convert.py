@@ -179,6 +179,8 @@ def _open(path: Path, kind: str, dtype: str | None) -> Source:
         return open_gguf(path, dtype=plain)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder")
+    if kind in ("hf", "chatglm"):
+        _check_loads(path)
     if kind == "chatglm":
         raw = read_config(path)
         config = _family(raw, path).config_class.from_hf(raw).to_hf()
@@ -189,6 +191,22 @@ def _open(path: Path, kind: str, dtype: str | None) -> Source:
     if kind == "adapter":
         raise CheckpointError(f"{path} is an adapter, not a model")
     return {"meta": open_meta, "mistral": open_mistral, "litgpt": open_litgpt}[kind](path)
+
+
+def _check_loads(folder: Path) -> None:
+    """Raise LigerError for a folder that its family would not load: a copy of it would be as broken. Reads headers."""
+    from ligermodels import MODELS
+
+    raw = read_config(folder)
+    if not isinstance(raw.get("model_type"), str) or raw["model_type"] not in MODELS:
+        warnings.warn(
+            f"{folder}: model_type {raw.get('model_type')!r} is not in the zoo: its names and shapes are not checked",
+            stacklevel=4,
+        )
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is opened again below, and they are given there
+        _family(raw, folder).from_pretrained(folder, dtype=torch.float32, device="meta")
 
 
 def _base(folder: Path, config: dict, given: str | Path | None) -> Path:

@@ -44,6 +44,8 @@ def open_file(path: Path) -> BinaryIO:
         return open(path, "rb", buffering=0)
     except OSError as error:
         raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
+    except ValueError as error:  # a lone surrogate; a null byte
+        raise CheckpointError(f"cannot open {str(path)!r}: no file can have this name") from error
 
 
 def is_file(path: Path) -> bool:

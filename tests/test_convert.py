@@ -12,6 +12,7 @@ import zipfile
 from collections import OrderedDict
 from pathlib import Path
 
+import bad_folders
 import pytest
 import torch
 import yaml
@@ -1075,3 +1076,18 @@ def test_templates_of_another_folder_are_not_removed_through_a_link(tmp_path):
     with pytest.raises(CheckpointError, match="additional_chat_templates is a link"):
         convert(source, target, to="hf", force=True)
     assert all_files(tmp_path / "other") and (target / "config.json").exists()
+
+
+def test_a_folder_that_does_not_load_is_not_copied(tmp_path, monkeypatch):
+    """Every broken folder of the list is refused as from_pretrained refuses it, and nothing is left behind."""
+    monkeypatch.chdir(tmp_path)
+    sound = bad_folders.sound_folder(tmp_path / "0")
+    for number, (name, case) in enumerate(bad_folders.CASES.items(), 1):
+        if case.says is not None and name not in ("C07/unknown_family", "C07/no_family", "C09/unknown"):
+            folder = bad_folders.make(name, sound, tmp_path / str(number))
+            with pytest.raises(LigerError, match=case.says):
+                convert(folder, tmp_path / "out", to="hf", from_="hf")
+    assert not list(tmp_path.glob("out*"))
+    family = bad_folders.make("C07/unknown_family", sound, tmp_path / "other")
+    with pytest.warns(UserWarning, match="model_type 'gpt2' is not in the zoo: its names and shapes are not checked"):
+        convert(family, tmp_path / "out", to="hf")
