@@ -38,8 +38,12 @@ def check_cache(cache: KVCache, expected: CacheShape) -> None:
             )
 
 
-def check_mask(attention_mask: torch.Tensor, shape: tuple[int, int]) -> None:
-    """Raise LigerError unless the mask is (batch, cached + new) and, where values can be read, not an additive one."""
+def check_mask(attention_mask: torch.Tensor, shape: tuple[int, int], *, document: torch.Tensor | None = None) -> None:
+    """Raise LigerError unless the mask is (batch, cached + new) and, where values can be read, not an additive one.
+
+    ``document`` (B, S), the number of each position's document: then padding must be at the end of one, as nothing
+    hides it from later tokens.
+    """
     need_tensor("attention_mask", attention_mask)
     if attention_mask.shape != shape:
         raise LigerError(f"attention_mask must be (batch, cached + new) = {shape}, found {tuple(attention_mask.shape)}")
@@ -49,6 +53,14 @@ def check_mask(attention_mask: torch.Tensor, shape: tuple[int, int]) -> None:
             "attention_mask holds negative numbers or NaN: expected nonzero = keep, 0 = padding, not a mask that "
             "is added to the scores"
         )
+    if readable and document is not None:
+        kept = attention_mask != 0
+        seen = kept[:, 1:] & ~kept[:, :-1] & (document[:, 1:] == document[:, :-1])
+        if bool(seen.any()):
+            raise LigerError(
+                "attention_mask marks padding before a token of the same document: with cu_seqlens padding must be "
+                "at a document's end, or a document of its own"
+            )
 
 
 def check_ids(input_ids: torch.Tensor, vocab_size: int, *, read_on_gpu: bool) -> None:

@@ -23,6 +23,7 @@ from ligermodels.base import CausalLMOutput, Context
 from ligermodels.checkpoints_convert.rewrites import to_expert_names
 from ligermodels.config import check_windows
 from ligermodels.errors import ConfigError
+from ligermodels.inputs import check_mask
 from ligermodels.layers.cache import KVCache
 from ligermodels.layers.memory import recompute
 from ligermodels.layers.moe import Experts, Routing, SparseMoe, load_balancing_loss
@@ -123,8 +124,14 @@ class LigerMixtral(LigerLlama):
         """As ``LigerLlama.forward``. Where the config says ``output_router_logits``, ``aux_loss`` () fp32 is the
         load-balancing loss over the tokens that ``attention_mask`` keeps, and ``loss`` includes it, times
         ``router_aux_loss_coef``. It is a mean over the tokens of this call: accumulated batches balance each by itself.
+
+        Here ``attention_mask`` (B, S) may go with ``cu_seqlens``, which alone says who sees whom; the mask then marks
+        padding with 0 at the end of a document, or as a document of its own. Labels of -100 are no padding.
         """
-        context = self.prepare(input_ids, attention_mask, position_ids, cu_seqlens, cache)
+        packed = cu_seqlens is not None
+        context = self.prepare(input_ids, None if packed else attention_mask, position_ids, cu_seqlens, cache)
+        if packed and attention_mask is not None:
+            check_mask(attention_mask, tuple(input_ids.shape), document=context.visible.document)
         x = self.model.embed_tokens(input_ids)  # (B, S) -> (B, S, H)
         routings = []
         for layer in self.model.layers:

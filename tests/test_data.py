@@ -253,6 +253,7 @@ def test_padding_is_a_document_of_its_own_that_is_not_learnt():
     assert batch.input_ids[0].tolist() == [1, 2, 3, 4, 5, 99, 99, 99]
     assert batch.labels[0].tolist() == [IGNORED, 2, 3, 4, 5, IGNORED, IGNORED, IGNORED]
     assert batch.cu_seqlens.tolist() == [0, 5, 8, 14, 16] and batch.tokens == 11
+    assert batch.mask.tolist() == [[True] * 5 + [False] * 3, [True] * 6 + [False] * 2]
 
 
 @pytest.mark.parametrize("packing", ["fit", "concat"])
@@ -302,7 +303,7 @@ def test_a_loader_goes_on_where_another_one_stood(packing, steps):
     expected = [next(first) for _ in range(12)]  # beyond the end of an epoch
     second.load_state_dict(state)
     for batch, again in zip(expected, second, strict=False):
-        assert all(torch.equal(a, b) for a, b in zip(batch[:3], again[:3], strict=True)) and batch[3:] == again[3:]
+        assert all(torch.equal(a, b) for a, b in zip(batch[:4], again[:4], strict=True)) and batch[4:] == again[4:]
 
 
 def test_the_order_is_of_seed_and_epoch_and_misses_nothing():

@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import TINY
 
-from ligermodels import CheckpointError, ConfigError, LigerMixtral, LigerQwen3Moe, from_pretrained
+from ligermodels import CheckpointError, ConfigError, LigerError, LigerMixtral, LigerQwen3Moe, from_pretrained
 from ligermodels.checkpoints_convert.hf import open_checkpoint
 from ligermodels.checkpoints_convert.rewrites import stacked_experts
 from ligermodels.layers.memory import LEVELS
 from ligermodels.layers.moe import Routing, load_balancing_loss
+from ligermodels.training.data import Document, Loader
+from ligermodels.training.loop import backward, evaluate
 
 SMALL = {k: v for k, v in TINY.items() if k not in ("attention_bias", "mlp_bias")} | {"num_hidden_layers": 2}
 MIXTRAL = SMALL | {
@@ -177,6 +179,44 @@ def test_auxiliary_loss_leaves_padding_out_and_reaches_the_routers(config, ids, 
         ours(ids[:, :30], attention_mask=mask[:, :30], cache=cache)
         tail = ours(ids[:, 30:], attention_mask=mask, cache=cache)
     assert tail.aux_loss.isfinite() and tail.logits.shape[1] == 10
+
+
+@ONE_OF_EACH
+def test_auxiliary_loss_of_packed_rows_leaves_padding_out_as_transformers_does(config, ids, tmp_path):
+    """Documents of 20 and 11 tokens: a row each with a mask there, one row with 9 of padding here."""
+    hf, ours = check.make_pair(config | ASK, tmp_path)
+    mask = (torch.arange(20) < torch.tensor([[20], [11]])).long()
+    rows = ids[:, :20] * mask
+    labels = rows.masked_fill(mask == 0, -100)
+    labels[0, :8] = -100  # a prompt, which is no padding
+    expected = hf(input_ids=rows, attention_mask=mask, labels=labels)
+    packed, kept = rows.view(1, 40), mask.view(1, 40)
+    for bounds in ([0, 20, 31, 40], [0, 20, 40]):  # padding as a document of its own, or at the end of one
+        out = ours(packed, labels=labels.view(1, 40), attention_mask=kept, cu_seqlens=torch.tensor(bounds))
+        assert abs(out.aux_loss - expected.aux_loss) <= 1e-5 and abs(out.loss - expected.loss) <= 1e-5
+    assert abs(ours(packed, cu_seqlens=torch.tensor([0, 20, 31, 40])).aux_loss - out.aux_loss) > 1e-3
+    with pytest.raises(LigerError, match="padding before a token of the same document"):
+        ours(packed, attention_mask=kept.flip(1), cu_seqlens=torch.tensor([0, 20, 40]))
+
+
+@ONE_OF_EACH
+def test_training_weighs_the_auxiliary_loss_alike_however_a_batch_is_cut_and_padded(config):
+    cls = CLASSES[config["model_type"]]
+    model = cls(cls.config_class.from_hf(config | ASK | {"router_aux_loss_coef": 1.0})).train()
+    source = [{"ids": list(range(3 + i, 13 + i))} for i in range(4)]
+
+    def loss_of(batch, seq):
+        model.zero_grad()
+        data = Loader(source, lambda r: Document(r["ids"], r["ids"]), batch=batch, seq=seq, shuffle=False, epochs=1)
+        batches = list(data)
+        loss = backward(model, batches)
+        assert evaluate(model, batches) == pytest.approx(loss.item(), rel=1e-5)
+        return loss.item()
+
+    plain = sum(model(torch.tensor([r["ids"]]), labels=torch.tensor([r["ids"]])).loss.item() for r in source) / 4
+    assert loss_of(1, 10) == pytest.approx(plain, rel=1e-5)  # four micro-batches
+    assert loss_of(1, 19) == pytest.approx(plain, rel=1e-5)  # the same, and padding
+    assert loss_of(4, 10) == pytest.approx(loss_of(4, 19), rel=1e-5)
 
 
 @ONE_OF_EACH

@@ -49,7 +49,8 @@ class Document(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """input_ids, labels (B, S) int64; cu_seqlens int32, the bounds of the documents over the B·S positions.
+    """input_ids, labels (B, S) int64; cu_seqlens int32, the bounds of the documents over the B·S positions; mask (B, S)
+    bool, False on the padding behind a row's last document.
 
     ``supervised`` labels are learnt (the first of a document is nobody's label), ``tokens`` are not padding, and
     ``squares`` is the sum of the documents' squared lengths, which the cost of attention is proportional to.
@@ -58,6 +59,7 @@ class Batch(NamedTuple):
     input_ids: torch.Tensor
     labels: torch.Tensor
     cu_seqlens: torch.Tensor
+    mask: torch.Tensor
     supervised: int
     tokens: int
     squares: int
@@ -66,8 +68,8 @@ class Batch(NamedTuple):
         """With its tensors on ``device``; nothing waits for the copies."""
         if torch.device(device).type == "cpu":
             return self
-        moved = (t.pin_memory().to(device, non_blocking=True) for t in self[:3])  # else the copy would wait
-        return Batch(*moved, *self[3:])
+        moved = (t.pin_memory().to(device, non_blocking=True) for t in self[:4])  # else the copy would wait
+        return Batch(*moved, *self[4:])
 
 
 # ------------------------------------------------------------------------------------------------------------- sources
@@ -478,6 +480,7 @@ class Loader:
     def _collate(self, rows: list[list[Document]]) -> Batch:
         input_ids = torch.full((len(rows), self.seq), self.pad_id)
         labels, bounds = torch.full_like(input_ids, IGNORED), [0]
+        mask = torch.zeros_like(input_ids, dtype=torch.bool)
         supervised = tokens = squares = 0
         for number, row in enumerate(rows):
             at = 0
@@ -489,7 +492,8 @@ class Loader:
                 bounds.append(number * self.seq + at)
                 squares += len(ids) ** 2
             tokens += at
+            mask[number, :at] = True
             if at < self.seq:
                 bounds.append((number + 1) * self.seq)  # padding is a document of its own
         supervised = int((labels != IGNORED).sum())
-        return Batch(input_ids, labels, torch.tensor(bounds, dtype=torch.int32), supervised, tokens, squares)
+        return Batch(input_ids, labels, torch.tensor(bounds, dtype=torch.int32), mask, supervised, tokens, squares)

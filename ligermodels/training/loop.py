@@ -140,8 +140,7 @@ def backward(model: CausalLM, batches: Sequence[Batch]) -> torch.Tensor:
     """Gradients and loss () of the mean over all supervised tokens, however these are cut into micro-batches."""
     total, count = torch.zeros((), device=model.device), sum(b.supervised for b in batches)
     for batch in batches:
-        ids, labels, bounds, *_ = batch.to(model.device)
-        loss = model(ids, labels=labels, cu_seqlens=bounds, num_items_in_batch=count).loss
+        loss = _share(model, batch, count)
         loss.backward()
         total += loss.detach()
     return total
@@ -154,11 +153,27 @@ def evaluate(model: CausalLM, batches: Sequence[Batch]) -> float:
     model.eval()
     total, count = torch.zeros((), device=model.device), sum(b.supervised for b in batches)
     for batch in batches:
-        ids, labels, bounds, *_ = batch.to(model.device)
         # one position's logits, as all of them would be (tokens, vocabulary)
-        total += model(ids, labels=labels, cu_seqlens=bounds, num_items_in_batch=count, logits_to_keep=1).loss
+        total += _share(model, batch, count, logits_to_keep=1)
     model.train(training)
     return total.item()
+
+
+def _share(model: CausalLM, batch: Batch, count: int, *, logits_to_keep: int = 0) -> torch.Tensor:
+    """What a batch adds, (), to the mean loss over ``count`` supervised tokens.
+
+    The routers' auxiliary loss, of models that ask for it, leaves padding out and is added with the batch's share of
+    the tokens: the more batches, the less of each. In full it would grow with their number.
+    """
+    routes = getattr(model.config, "output_router_logits", False)
+    ids, labels, bounds, mask, *_ = batch.to(model.device)
+    out = model(
+        ids, labels=labels, attention_mask=mask if routes else None, cu_seqlens=bounds, num_items_in_batch=count,
+        logits_to_keep=logits_to_keep,
+    )  # fmt: skip
+    if out.aux_loss is None:
+        return out.loss
+    return out.loss - model.config.router_aux_loss_coef * (1 - batch.supervised / count) * out.aux_loss
 
 
 def _next(data: Loader, count: int, step: int) -> list[Batch]:
