@@ -13,7 +13,7 @@ import torch
 
 from ligermodels.checkpoints_convert.adapters import ADAPTER_CONFIG, merge_adapter, read_adapter
 from ligermodels.checkpoints_convert.chatglm import write_chatglm
-from ligermodels.checkpoints_convert.companions import companions
+from ligermodels.checkpoints_convert.companions import TEMPLATE_FOLDER, TOKENIZER_PARTS, companions
 from ligermodels.checkpoints_convert.files import CONFIG, INDEX, PICKLE, PICKLE_INDEX, SINGLE, listed
 from ligermodels.checkpoints_convert.from_gguf import open_gguf
 from ligermodels.checkpoints_convert.hf import Checkpoint, open_checkpoint, read_config
@@ -137,8 +137,10 @@ def convert(
         inputs.append(folder)
         wider = torch.float32 if dtype in ("float32", "q8_0") else None  # so that the sum is not rounded first
         made = merge_adapter(_without_head_copy(_open(folder, recognise(folder), None)).cast(wider), adapter)
+        made = _with_tokenizer(made, path)
     else:
         made = _open(path, kind, dtype)
+    _check_config(made)
     plan = [[fingerprint(p) for p in inputs], kind, to, dtype]
     _check_apart(target, to, inputs, {name for files in plan[0] for name, *_ in files})
 
@@ -193,12 +195,35 @@ def _open(path: Path, kind: str, dtype: str | None) -> Source:
     return {"meta": open_meta, "mistral": open_mistral, "litgpt": open_litgpt}[kind](path)
 
 
-def _check_loads(folder: Path) -> None:
-    """Raise LigerError for a folder that its family would not load: a copy of it would be as broken. Reads headers."""
+def _check_config(source: Source) -> None:
+    """Raise ConfigError naming the source, if no model could be built from what its files say."""
+    raw = source.config
+    if _in_zoo(raw):
+        try:
+            _family(raw, source.path).config_class.from_hf(raw)
+        except ConfigError as error:
+            raise ConfigError(f"{source.path}: {error}") from error
+
+
+def _in_zoo(raw: dict) -> bool:
     from ligermodels import MODELS
 
+    return isinstance(raw.get("model_type"), str) and raw["model_type"] in MODELS
+
+
+def _with_tokenizer(made: Source, adapter: Path) -> Source:
+    """The tokenizer that an adapter was trained with, if its folder has one, in place of the base's."""
+    files = companions(adapter)
+    if "tokenizer.json" not in files:
+        return made
+    parts = (*TOKENIZER_PARTS, f"{TEMPLATE_FOLDER}/")
+    return replace(made, files={n: f for n, f in made.files.items() if not n.startswith(parts)} | files)
+
+
+def _check_loads(folder: Path) -> None:
+    """Raise LigerError for a folder that its family would not load: a copy of it would be as broken. Reads headers."""
     raw = read_config(folder)
-    if not isinstance(raw.get("model_type"), str) or raw["model_type"] not in MODELS:
+    if not _in_zoo(raw):
         warnings.warn(
             f"{folder}: model_type {raw.get('model_type')!r} is not in the zoo: its names and shapes are not checked",
             stacklevel=4,
@@ -213,7 +238,7 @@ def _base(folder: Path, config: dict, given: str | Path | None) -> Path:
     base = Path(given if given is not None else config.get("base_model_name_or_path") or "")
     if not str(base) or not base.is_dir() or not (base / CONFIG).exists():
         if given is not None:
-            raise CheckpointError(f"{base} is no model folder")
+            raise CheckpointError(f"{base} is no model folder in Hugging Face layout, which the base must be")
         name = config.get("base_model_name_or_path")
         named = f"names {name!r}, which is no folder here" if name else "names no base model"
         raise CheckpointError(f"{folder / ADAPTER_CONFIG} {named}: give base (--base)")
@@ -225,7 +250,7 @@ def _family(raw: dict, where: Path) -> Any:
     from ligermodels import MODELS
 
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in MODELS:
+    if not _in_zoo(raw):
         raise ConfigError(f"{where}: model_type {model_type!r} is not in the zoo, which has {', '.join(MODELS)}")
     return MODELS[model_type]
 

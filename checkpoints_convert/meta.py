@@ -188,7 +188,7 @@ def open_meta(folder: Path) -> Source:
             raise CheckpointError(f"{folder}: {meta_name(ours)} {list(shape)} cannot lie in {len(shards)} files")
         cut[meta_name(ours)] = tuple(s // count if i == axis else s for i, s in enumerate(shape))
     for path, found in zip(shards, tensors, strict=True):
-        expect_shapes(path, found, cut, f"a Llama of this {PARAMS} in {len(shards)} files")
+        expect_shapes(path, found, cut, f"a Llama of this {PARAMS}")
     for rank in range(len(shards)):
         if rank % copies:
             _check_same(shards, parts, rank, rank - rank % copies, [meta_name(n) for n in expected if _is_kv(n)])
@@ -355,13 +355,21 @@ def _config(folder: Path, params: dict, vocab: int, width: int) -> dict:
 def read_beside(folder: Path, config: Mapping[str, Any], fixed: Sequence[str]) -> dict[str, Any]:
     """hf_config.json, which says what params.json has no keys for; {} where there is none.
 
-    Raises CheckpointError where it says another value than ``config`` for a ``fixed`` key.
+    Raises CheckpointError where it says another value than ``config`` for a ``fixed`` key, or rope_parameters that are
+    not its rope_theta and rope_scaling.
     """
     path = folder / HF_CONFIG
     beside = read_json(path) if path.is_file() else {}
     for key in fixed:
         if beside.get(key, config[key]) != config[key]:
             raise CheckpointError(f"{path}: {key} is {beside[key]!r}, {PARAMS} and tensors say {config[key]!r}")
+    scaling, theta = beside.get("rope_scaling"), beside.get("rope_theta", config["rope_theta"])
+    parts = {"rope_theta": theta} | (scaling if isinstance(scaling, dict) and scaling else {"rope_type": "default"})
+    if beside.get("rope_parameters", parts) != parts:  # these would win
+        raise CheckpointError(
+            f"{path}: rope_parameters is {str(beside['rope_parameters'])[:200]}, "
+            f"rope_theta and rope_scaling say {str(parts)[:200]}"
+        )
     return beside
 
 

@@ -143,7 +143,16 @@ def _config(folder: Path, tensors: dict[str, TensorInfo]) -> dict:
     fixed = [*SIZES, "model_type", "rms_norm_eps", "sliding_window"]
     fixed += ["rope_theta"] if "rope_theta" in params else []
     fixed += ["num_local_experts", "num_experts_per_tok"] if moe else []
-    return config | read_beside(folder, config, fixed)
+    beside = read_beside(folder, config, fixed)
+    for key, value in {"rope_scaling": None, "layer_types": _layer_types(config)}.items():
+        if beside.get(key) not in (None, value):
+            raise CheckpointError(f"{folder / HF_CONFIG}: {key} is {str(beside[key])[:200]}, {PARAMS} says {value}")
+    return config | beside
+
+
+def _layer_types(config: dict) -> list[str]:
+    """All layers have the window, or none."""
+    return ["sliding_attention" if config["sliding_window"] else "full_attention"] * config["num_hidden_layers"]
 
 
 def write_mistral(
@@ -155,13 +164,13 @@ def write_mistral(
     that has no form there.
     """
     config = source.config
-    rope, kinds = config["rope_parameters"], config.get("layer_types")
+    rope = config["rope_parameters"]
     if config["model_type"] not in ("mistral", "mixtral"):
         raise ConfigError(f"{source.path}: model_type {config['model_type']!r} is neither 'mistral' nor 'mixtral'")
     if rope["rope_type"] != "default":
         raise ConfigError(f"{source.path}: rope_type {rope['rope_type']!r} has no form in Mistral's layout")
-    if kinds and len(set(kinds)) > 1:
-        raise ConfigError(f"{source.path}: layer_types has no form in Mistral's layout: all layers have one window")
+    if config.get("layer_types") not in (None, _layer_types(config)):
+        raise ConfigError(f"{source.path}: layer_types has no form in Mistral's layout: all layers have sliding_window")
     shapes = _shapes(config)
     expect_shapes(source.path, source.tensors, shapes, f"a {config['model_type']} in Mistral's layout")
     params: dict[str, Any] = {

@@ -548,6 +548,18 @@ def test_adapters_that_compute_something_else_are_refused(tmp_path, change, says
         read_adapter(tmp_path / "a")
 
 
+def test_an_adapter_brings_the_tokenizer_that_it_was_trained_with(tmp_path):
+    base = folder_of(LLAMA, tmp_path / "base")
+    put(base, "tokenizer.json", "chat_template.jinja", "tokenizer.model", "generation_config.json")
+    save_adapter(tmp_path / "adapter", {"model.layers.0.mlp.up_proj": pair(112, 64)}, {"r": 4, "lora_alpha": 8})
+    both = all_files(convert(tmp_path / "adapter", tmp_path / "base's", to="hf", base=base))
+    assert {"tokenizer.json", "chat_template.jinja", "tokenizer.model", "generation_config.json"} <= both.keys()
+    (tmp_path / "adapter" / "tokenizer.json").write_text('{"of": "the adapter"}')
+    own = all_files(convert(tmp_path / "adapter", tmp_path / "own", to="hf", base=base))
+    assert own["tokenizer.json"] == b'{"of": "the adapter"}'
+    assert both.keys() - own.keys() == {"chat_template.jinja", "tokenizer.model"}
+
+
 def test_adapters_that_do_not_fit_are_refused(tmp_path):
     base = folder_of(LLAMA, tmp_path / "base")
     for name, module, shape, says in [
@@ -841,17 +853,24 @@ def test_what_is_beside_the_weights_must_not_contradict_them(tmp_path):
     with pytest.raises(CheckpointError, match=r"rope\.freqs is \[8\], but params\.json gives heads of 8"):
         convert(folder, tmp_path / "out", to="hf")
 
+    changed_pth(folder / "consolidated.00.pth", rope__freqs=torch.ones(4))
+
     mixtral = convert(folder_of(MIXTRAL, tmp_path / "mixtral"), tmp_path / "mistral", to="mistral")
     for place, file, change, says in [
         (folder, "params.json", {"use_scaled_rope": False}, "use_scaled_rope False"),
         (folder, "hf_config.json", {"attention_bias": True}, "attention_bias is True"),
+        (folder, "hf_config.json", {"rope_parameters": {"rope_theta": 7.0}}, "rope_parameters is {'rope_theta': 7.0}"),
+        (folder, "hf_config.json", {"eos_token_id": "x"}, "meta: eos_token_id must be int"),
+        (folder, "hf_config.json", {"hidden_act": "relu"}, "meta: hidden_act 'relu'"),
+        (mixtral, "hf_config.json", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_"),
+        (mixtral, "hf_config.json", {"layer_types": ["sliding_attention"] * 2}, "layer_types is .*params.json says"),
         (mixtral, "params.json", {"moe": {"num_experts": 3, "num_experts_per_tok": 1}}, "num_experts_per_tok is 2"),
         (mixtral, "params.json", {"moe": {"num_experts": 3, "num_experts_per_tok": 4}}, "is 4, of 3 experts"),
         (mixtral, "params.json", {"sliding_window": 5}, "sliding_window is None"),
     ]:
         good = (place / file).read_text()
         (place / file).write_text(json.dumps(json.loads(good) | change))
-        with pytest.raises(CheckpointError, match=says):
+        with pytest.raises((CheckpointError, ConfigError), match=says):
             convert(place, tmp_path / "out", to="hf")
         (place / file).write_text(good)
 
