@@ -14,7 +14,7 @@ import torch
 from ligermodels.checkpoints_convert.adapters import ADAPTER_CONFIG, merge_adapter, read_adapter
 from ligermodels.checkpoints_convert.chatglm import write_chatglm
 from ligermodels.checkpoints_convert.companions import TEMPLATE_FOLDER, TOKENIZER_PARTS, companions
-from ligermodels.checkpoints_convert.files import CONFIG, INDEX, PICKLE, PICKLE_INDEX, SINGLE, listed
+from ligermodels.checkpoints_convert.files import CONFIG, INDEX, PICKLE, PICKLE_INDEX, SINGLE, content_hint, listed
 from ligermodels.checkpoints_convert.from_gguf import open_gguf
 from ligermodels.checkpoints_convert.hf import Checkpoint, open_checkpoint, read_config
 from ligermodels.checkpoints_convert.litgpt import WEIGHTS as LITGPT_WEIGHTS
@@ -49,9 +49,11 @@ def recognise(path: Path) -> str:
         raise CheckpointError(f"there is no {path}")
     if path.is_file():
         with open(path, "rb") as file:
-            if file.read(4) == b"GGUF":
-                return "gguf"
-        raise CheckpointError(f"{path} is a file, and not a GGUF: give the folder that holds the model")
+            start = file.read(512)
+        if start.startswith(b"GGUF"):
+            return "gguf"
+        hint = content_hint(start) if start else "it is empty (an unfinished download? fetch it again)"
+        raise CheckpointError(f"{path} is a file, and not a GGUF: {hint or 'give the folder that holds the model'}")
     names = sorted(file.name for file in path.iterdir())
     has = set(names).__contains__
     found = []
@@ -125,7 +127,7 @@ def convert(
         raise CheckpointError(f"dtype must be float32, float16, bfloat16, or q8_0 for a GGUF; found {dtype!r}")
     if to == "gguf" and max_shard_size is not None:
         raise CheckpointError("a GGUF is written as one file: leave max_shard_size out")
-    kind = recognise(path) if from_ == "auto" else from_
+    kind = recognise(path) if from_ == "auto" or not path.exists() else from_
     if target.resolve() == path.resolve() or (to != "gguf" and path.resolve() in target.resolve().parents):
         raise CheckpointError(f"{target} is the source or lies in it: choose a target outside of {path}")
     inputs = [path]
@@ -175,7 +177,8 @@ def _open(path: Path, kind: str, dtype: str | None) -> Source:
         if path.is_dir():
             files = _ggufs(path)
             if len(files) != 1:
-                raise CheckpointError(f"{path} holds {len(files)} GGUF files: give one of them")
+                found = f"{len(files)} GGUF files: give one of them" if files else "no GGUF file"
+                raise CheckpointError(f"{path} holds {found}")
             path = files[0]
         plain = {"q8_0": torch.float32}.get(dtype or "", None if dtype is None else getattr(torch, dtype, None))
         return open_gguf(path, dtype=plain)

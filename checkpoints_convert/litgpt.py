@@ -15,7 +15,7 @@ import torch
 from ligermodels.checkpoints_convert.companions import companions
 from ligermodels.checkpoints_convert.files import MAX_CONFIG
 from ligermodels.checkpoints_convert.gguf_layout import CLASSES, layout
-from ligermodels.checkpoints_convert.meta import number, whole
+from ligermodels.checkpoints_convert.meta import number, same_bits, whole
 from ligermodels.checkpoints_convert.pth import open_pth
 from ligermodels.checkpoints_convert.streamed import Source, expect_shapes
 from ligermodels.errors import CheckpointError
@@ -57,12 +57,18 @@ def open_litgpt(folder: Path) -> Source:
     Families: Llama, Mistral, Qwen 2 and 3, Gemma 1, 2 and 3. Raises CheckpointError naming the key or tensor that is
     missing, wrong, or of a network that is not here.
     """
+    if not (folder / WEIGHTS).is_file():
+        raise CheckpointError(f"{folder} lacks {WEIGHTS}")
     path = next((folder / name for name in CONFIGS if (folder / name).is_file()), None)
     if path is None:
         raise CheckpointError(f"{folder} holds {WEIGHTS}, but neither of {' and '.join(CONFIGS)}")
     said = _read_config(path)
     stored = open_pth(folder / WEIGHTS)
     config = _config(path, said, stored.tensors)
+    head, embedding = (stored.tensors.get(name) for name in ("lm_head.weight", "transformer.wte.weight"))
+    if head is None or embedding is None:  # LitGPT ties nothing: it stores both, of a tied model the same twice
+        raise CheckpointError(f"{folder / WEIGHTS} lacks lm_head.weight or transformer.wte.weight")
+    config["tie_word_embeddings"] = config["model_type"].startswith("gemma") and same_bits(stored, head, embedding)
     names = _names(config)
     qkv = "attn.qkv" if any(".attn.qkv." in name for name in stored.tensors) else "attn.attn"
     biased = ("weight", "bias") if config["model_type"] == "qwen2" else ("weight",)
@@ -76,7 +82,7 @@ def open_litgpt(folder: Path) -> Source:
     expected = {theirs: shapes[ours] for ours, theirs in names.items()} | packed
     found = dict(stored.tensors)
     if config["tie_word_embeddings"]:
-        found.pop("lm_head.weight", None)
+        del found["lm_head.weight"]
     expect_shapes(folder / WEIGHTS, found, expected, f"a {config['model_type']} of this {path.name}")
 
     def make(ours: str) -> torch.Tensor:
@@ -159,7 +165,7 @@ def _config(path: Path, said: dict, tensors: dict) -> dict:
         "rope_scaling": _scaling(path, said),
         "hidden_act": "gelu_pytorch_tanh" if gemma else "silu",
         "attention_bias": False,
-        "tie_word_embeddings": gemma or "lm_head.weight" not in tensors,
+        "tie_word_embeddings": False,
         "use_cache": True,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -167,6 +173,9 @@ def _config(path: Path, said: dict, tensors: dict) -> dict:
     }
     if heads % config["num_key_value_heads"] or config["head_dim"] % 2:
         raise CheckpointError(f"{path}: n_head must be a multiple of n_query_groups, and head_size even")
+    for key, fits in _fitting(family, config["head_dim"]).items():
+        if said.get(key, fits[0]) not in fits:
+            raise CheckpointError(f"{path}: {key} {str(said[key])[:80]}: of a {family} only {fits[0]} is supported")
     if family == "mistral":
         config["sliding_window"] = said.get("sliding_window_size")
     if gemma:
@@ -180,12 +189,38 @@ def _config(path: Path, said: dict, tensors: dict) -> dict:
             config["attn_logit_softcapping"] = said.get("attention_logit_softcapping")
         else:
             config["rope_local_base_freq"] = float(number(path, said, "rope_local_base_freq", 10_000))
-        indices = said.get("sliding_window_indices")
-        if indices is not None:
-            if not isinstance(indices, list) or len(indices) < layers:
-                raise CheckpointError(f"{path}: sliding_window_indices must have {layers} entries")
-            config["layer_types"] = ["sliding_attention" if i else "full_attention" for i in indices[:layers]]
+    indices = said.get("sliding_window_indices")
+    if indices is not None and config.get("sliding_window") is not None:
+        if not isinstance(indices, list) or len(indices) < layers:
+            raise CheckpointError(f"{path}: sliding_window_indices must have {layers} entries")
+        if said.get("rope_indices") not in (None, indices):
+            raise CheckpointError(f"{path}: rope_indices must be sliding_window_indices: a window has the local rope")
+        config["layer_types"] = ["sliding_attention" if i else "full_attention" for i in indices[:layers]]
     return config
+
+
+def _fitting(family: str, head_dim: int) -> dict[str, tuple]:
+    """Settings that the family's arithmetic fixes: the values that fit, first the usual one."""
+    gemma, sandwich = family.startswith("gemma"), family in ("gemma2", "gemma3_text")
+    fitting: dict[str, tuple] = {
+        "scale_embeddings": (gemma,),
+        "norm_1": (True,),
+        "norm_2": (True,),
+        "post_attention_norm": (sandwich,),
+        "post_mlp_norm": (sandwich,),
+        "norm_qk_type": ("default",),
+        "rope_interleave": (False,),
+        "latent_attention": (None,),
+    }
+    if not sandwich:
+        fitting |= {"attention_scores_scalar": (None, head_dim), "final_logit_softcapping": (None,)}
+        if family != "mistral":
+            fitting["sliding_window_size"] = (None,)
+    if family != "gemma2":
+        fitting["attention_logit_softcapping"] = (None,)
+    if family != "gemma3_text":
+        fitting["rope_local_base_freq"] = (None,)
+    return fitting | ({"gelu_approximate": ("tanh",)} if gemma else {})
 
 
 def _family(path: Path, said: dict, tensors: dict, name: str) -> str:
@@ -202,7 +237,7 @@ def _family(path: Path, said: dict, tensors: dict, name: str) -> str:
         if said.get("bias", True):
             raise CheckpointError(f"{path}: bias true: a model with biases everywhere is not supported")
         return "qwen2"
-    return "mistral" if name.startswith("mistral") else "llama"
+    return "mistral" if name.startswith("mistral") or said.get("sliding_window_size") is not None else "llama"
 
 
 def _scaling(path: Path, said: dict) -> dict | None:

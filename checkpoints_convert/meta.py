@@ -165,7 +165,7 @@ def open_meta(folder: Path) -> Source:
             f"{shards[0]}: rope.freqs is {list(frequencies.shape)}, but {PARAMS} gives heads of {config['head_dim']}"
         )
     tied = head not in tensors[0] or all(
-        _same(part, found["tok_embeddings.weight"], found[head]) for part, found in zip(parts, tensors, strict=True)
+        same_bits(part, found["tok_embeddings.weight"], found[head]) for part, found in zip(parts, tensors, strict=True)
     )
     if config["tie_word_embeddings"] is None:
         config["tie_word_embeddings"] = tied
@@ -225,7 +225,7 @@ def _check_alike(shards: list[Path], parts: list[Checkpoint]) -> None:
 def _check_same(shards: list[Path], parts: list[Checkpoint], rank: int, other: int, names: Iterable[str]) -> None:
     """Raise CheckpointError unless two files hold the same tensors of these names."""
     for name in names:
-        if not _same(parts[rank], parts[rank].tensors[name], parts[other].tensors[name]):
+        if not same_bits(parts[rank], parts[rank].tensors[name], parts[other].tensors[name]):
             raise CheckpointError(
                 f"{shards[rank]}: {name} differs from that in {shards[other].name}, of which it must be a copy: "
                 "of another model?"
@@ -279,7 +279,7 @@ def _axis(ours: str, embedding_by_rows: bool) -> int | None:
     return LAYER[module.split(".", 3)[3]][1]
 
 
-def _same(checkpoint: Checkpoint, a: TensorInfo, b: TensorInfo, rows: int = 4096) -> bool:
+def same_bits(checkpoint: Checkpoint, a: TensorInfo, b: TensorInfo, rows: int = 4096) -> bool:
     """Bit for bit, some rows at a time; two that differ mostly do so in the first."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False

@@ -451,6 +451,11 @@ def test_litgpt(tmp_path, family, grouped):
         ({"mlp_class_name": "GptNeoxMLP"}, "GptNeoxMLP"),
         ({"n_head": "four"}, "n_head"),
         ({"intermediate_size": 111}, r"fc_1\.weight is \[112, 64\]"),
+        ({"scale_embeddings": True}, "scale_embeddings True: of a llama only False"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"attention_scores_scalar": 256}, "attention_scores_scalar"),
+        ({"post_mlp_norm": True}, "post_mlp_norm"),
+        ({"rope_interleave": True}, "rope_interleave"),
     ],
 )
 def test_litgpt_of_other_networks_is_refused(tmp_path, change, says):
@@ -459,6 +464,33 @@ def test_litgpt_of_other_networks_is_refused(tmp_path, change, says):
     (tmp_path / "model_config.yaml").write_text(yaml.safe_dump(LITGPT | change))
     with pytest.raises(CheckpointError, match=says):
         convert(tmp_path, tmp_path.with_name("out"), to="hf", from_="litgpt")
+
+
+def test_a_window_in_litgpt_makes_a_mistral(tmp_path):
+    state = lit_state(tensors_of(folder_of(TINY | {"num_hidden_layers": 2}, tmp_path / "hf")), False, False)
+    (tmp_path / "lit").mkdir()
+    torch.save(state, tmp_path / "lit" / "lit_model.pth")
+    said = LITGPT | {"sliding_window_size": 8, "sliding_window_indices": [1, 0]}
+    (tmp_path / "lit" / "model_config.yaml").write_text(yaml.safe_dump(said))
+    config = read_config(convert(tmp_path / "lit", tmp_path / "out", to="hf"))
+    assert (config["model_type"], config["sliding_window"]) == ("mistral", 8)
+    assert config["layer_types"] == ["sliding_attention", "full_attention"]
+
+
+def test_the_head_of_litgpt_is_kept_where_it_differs(tmp_path):
+    """LitGPT ties nothing: training there parts a Gemma's head from its embedding. A file without one is cut short."""
+    config, said = LIT_FAMILIES["gemma2"]
+    tensors = tensors_of(folder_of(config, tmp_path / "hf"))
+    state = lit_state(tensors, True, False)
+    (tmp_path / "lit").mkdir()
+    (tmp_path / "lit" / "model_config.yaml").write_text(yaml.safe_dump(LITGPT | said))
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
+    torch.save(state | head, tmp_path / "lit" / "lit_model.pth")
+    back = convert(tmp_path / "lit", tmp_path / "back", to="hf")
+    assert same(tensors_of(back), tensors | head) and read_config(back)["tie_word_embeddings"] is False
+    torch.save(state, tmp_path / "lit" / "lit_model.pth")
+    with pytest.raises(CheckpointError, match=r"lacks lm_head\.weight"):
+        convert(tmp_path / "lit", tmp_path / "out", to="hf")
 
 
 # ------------------------------------------------------------------------------------------------------------ adapters
@@ -696,8 +728,10 @@ def test_a_source_is_recognised_by_what_it_holds(tmp_path):
         with pytest.raises(CheckpointError, match=says):
             recognise(folder)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="not a GGUF"):
-        recognise(tmp_path / "file")
+    for text, says in [("x", "give the folder"), ("", "it is empty"), ("<!DOCTYPE html>", "it is a web page")]:
+        (tmp_path / "file").write_text(text)
+        with pytest.raises(CheckpointError, match=f"not a GGUF: {says}"):
+            recognise(tmp_path / "file")
     with pytest.raises(CheckpointError, match="there is no"):
         recognise(tmp_path / "nowhere")
 
