@@ -52,6 +52,7 @@ def arguments() -> argparse.Namespace:
     cli.add_argument("--eval-batches", type=int, default=50, help="at most so many of it")
     cli.add_argument("--out", type=Path, required=True, help="folder for checkpoints, log.csv, loss.svg, final/")
     cli.add_argument("--resume", action="store_true", help="go on with the run in OUT")
+    cli.add_argument("--other-data", action="store_true", help="with --resume: also where the data has changed")
     cli.add_argument("--config", help="config.json of the model (default: a Llama of 6 layers, 256 wide)")
     cli.add_argument("--tokenizer", help="folder of a tokenizer (default: one is trained on the data)")
     cli.add_argument("--vocab", type=int, default=4096, help="size of the vocabulary that is trained")
@@ -98,7 +99,8 @@ def main() -> None:
 
     train(
         model, data, settings, args.out,
-        write=write, evaluation=evaluation, resume=args.resume, tensorboard=args.tensorboard,
+        write=write, evaluation=evaluation, resume=args.resume, other_data=args.other_data,
+        tensorboard=args.tensorboard,
     )  # fmt: skip
     if data.skipped:
         print(f"{data.skipped} broken records were left out")

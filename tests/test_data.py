@@ -343,13 +343,25 @@ def test_a_position_means_nothing_to_a_loader_made_otherwise(change):
         loader(texts).load_state_dict({})
 
 
-def test_files_of_another_size_are_not_taken_for_the_same(tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "one"}\n')
-    state = loader(open_files([path]), encode=Encoder(tokenizer)).state_dict()
-    path.write_text('{"text": "three"}\n')
-    with pytest.raises(LigerError, match=r"bytes was \[16\] and is \[18\]"):
-        loader(open_files([path]), encode=Encoder(tokenizer)).load_state_dict(state)
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
+def test_files_that_were_changed_are_not_taken_for_the_same(suffix, tmp_path, tokenizer):
+    paths = [tmp_path / f"{name}{suffix}" for name in "ab"]
+
+    def rows():
+        return loader(open_files(paths), encode=Encoder(tokenizer))
+
+    for path in paths:
+        path.write_text('{"text": "one"}\n' * 100)
+    state = rows().state_dict()
+    for path in paths:
+        path.rename(path.with_stem("moved " + path.stem))  # other names and dates are no other data
+    paths = [path.with_stem("moved " + path.stem) for path in paths]
+    rows().load_state_dict(state)
+    text = paths[1].read_text()
+    paths[1].write_text(text[:800] + text[800:].replace("one", "two", 1))  # as many bytes, lines and records
+    with pytest.raises(LigerError, match=r"the data is not what it was: file 2 was 1600 bytes with .*--other-data"):
+        rows().load_state_dict(state)
+    rows().load_state_dict(state, other_data=True)
 
 
 @pytest.mark.parametrize("packing", ["fit", "concat"])
@@ -372,9 +384,36 @@ def test_broken_records_are_counted_once_however_often_they_are_met(tmp_path, to
 
 
 def test_other_data_is_not_taken_for_the_same():
-    state = loader(documents(2, 3)).state_dict()
-    with pytest.raises(LigerError, match="the data had 2 records, now 3"):
-        loader(documents(2, 3, 4)).load_state_dict(state)
+    first = loader(documents(*[3] * 50), window=2, seq=8, batch=1)
+    next(first)
+    state = first.state_dict()
+    with pytest.raises(LigerError, match=r"not what it was: records was 50 and is 51\. Give"):
+        loader(documents(*[3] * 51), window=2).load_state_dict(state)
+    for index in (0, 49):  # as many records
+        other = documents(*[3] * 50)
+        other[index] = {"ids": [900, 901, 902]}
+        with pytest.raises(LigerError, match=rf"not what it was: record {index} was \w{{8}} and is \w{{8}}\. Give"):
+            loader(other, window=2).load_state_dict(state)
+    second = loader(other, window=2, batch=1)
+    second.load_state_dict(state, other_data=True)
+    assert torch.equal(next(second).input_ids, next(first).input_ids)  # what was read already, then the new data
+    assert any(900 in batch.input_ids for batch in second)
+
+
+def test_a_record_is_known_by_what_it_holds_and_not_by_how(tmp_path):
+    class Thing:
+        pass
+
+    def record(x, thing):
+        return {"b": 1, "a": {"text": x}, "array": torch.tensor([1, 2]), "thing": thing, "none": None}
+
+    def swapped(data):
+        return dict(reversed(data.items()))
+
+    state = loader([record("x", Thing()), {1: "mixed", "keys": 2}]).state_dict()
+    loader([swapped(record("x", Thing())), {1: "mixed", "keys": 2}]).load_state_dict(state)
+    with pytest.raises(LigerError, match="record 0 was"):
+        loader([record("y", Thing()), {1: "mixed", "keys": 2}]).load_state_dict(state)
 
 
 class Stream:

@@ -36,6 +36,7 @@ def arguments(given: Sequence[str] | None, prog: str | None) -> argparse.Namespa
     cli.add_argument("--eval-batches", type=int, default=50, help="at most so many of it")
     cli.add_argument("--out", type=Path, required=True, help="folder for checkpoints, log.csv, loss.svg, final/")
     cli.add_argument("--resume", action="store_true", help="go on with the run in OUT")
+    cli.add_argument("--other-data", action="store_true", help="with --resume: also where the data has changed")
     cli.add_argument("--epochs", type=float, help="passes over the data, instead of --steps")
     cli.add_argument("--turns", choices=("all", "last"), default="all", help="which answers of a chat are learnt")
     cli.add_argument("--strict", action="store_true", help="stop at the first broken record, instead of leaving it out")
@@ -99,7 +100,8 @@ def finetune(args: argparse.Namespace) -> None:
 
     train(
         model, data, settings, args.out,
-        write=write, evaluation=evaluation, resume=args.resume, tensorboard=args.tensorboard,
+        write=write, evaluation=evaluation, resume=args.resume, other_data=args.other_data,
+        tensorboard=args.tensorboard,
     )  # fmt: skip
     if data.skipped or data.cut:
         print(f"{data.skipped} broken records were left out, {data.cut} chats were cut to --seq {args.seq} tokens")

@@ -16,6 +16,7 @@ import collections
 import itertools
 import json
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from ligermodels.tokenizer import Tokenizer
 IGNORED = -100  # a label that is not learnt
 PIECE = 1 << 18  # bytes of a text file that are read, and encoded, at once
 REPORTED = 10  # broken records that are described; further ones are only counted
+SAMPLES = 32  # records of a source without files that it is known by
 
 
 class Record(NamedTuple):
@@ -79,10 +81,11 @@ class JsonLines:
     """The records of a JSON Lines file by number; a blank line is None. Raises LigerError, with file and line."""
 
     def __init__(self, path: str | Path):
-        self.path, self.starts = Path(path), array.array("Q", [0])
+        self.path, self.starts, self.checksum = Path(path), array.array("Q", [0]), 0
         with _open(self.path) as file:
             for line in file:
                 self.starts.append(self.starts[-1] + len(line))
+                self.checksum = zlib.crc32(line, self.checksum)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -124,6 +127,7 @@ class TextFile:
 
     def __init__(self, path: str | Path):
         self.path, self.starts, self.lines = Path(path), array.array("Q", [0]), array.array("Q", [1])
+        self.checksum = 0
         with _open(self.path) as file:
             while piece := file.read(PIECE):
                 piece += file.readline(PIECE)  # to the end of the line, if it is not a very long one
@@ -131,6 +135,7 @@ class TextFile:
                     piece += file.read(1)
                 self.starts.append(self.starts[-1] + len(piece))
                 self.lines.append(self.lines[-1] + piece.count(b"\n"))
+                self.checksum = zlib.crc32(piece, self.checksum)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -156,9 +161,9 @@ class Files:
         part = bisect.bisect_right(self.ends, index)
         return self.parts[part][index - (self.ends[part - 1] if part else 0)]
 
-    def bytes(self) -> list[int]:
-        """Of each file; a run is not resumed on others."""
-        return [part.starts[-1] for part in self.parts]
+    def contents(self) -> list[str]:
+        """What each file holds, in short: equal for files of equal bytes, whatever their names and dates."""
+        return [f"{part.starts[-1]} bytes with checksum {part.checksum:08x}" for part in self.parts]
 
 
 def open_files(paths: Iterable[str | Path]) -> Files:
@@ -327,6 +332,7 @@ class Loader:
         self._found = False  # a usable document in this epoch
         self._pool: collections.deque[Document] = collections.deque()  # of at most seq tokens each, if packing is "fit"
         self._order: Iterator[Any] | None = None
+        self._identity: dict[str, Any] | None = None
 
     def __iter__(self) -> Loader:
         return self
@@ -344,29 +350,45 @@ class Loader:
         pool = [(torch.tensor(d.ids), torch.tensor(d.labels), d.whole) for d in self._pool]
         names = ("epoch", "position", "skipped", "cut")
         state = {name: getattr(self, name) for name in names} | {"found": self._found, "pool": pool}
-        return state | {"records": len(self.source) if self.indexed else None, "made": self._made()}
+        return state | {"data": self._known_by(), "made": self._made()}
 
     def _made(self) -> dict[str, Any]:
         """What decides which documents come in which order."""
-        made = {name: getattr(self, name) for name in ("seq", "packing", "shuffle", "seed", "window")}
-        return made | ({"bytes": self.source.bytes()} if isinstance(self.source, Files) else {})
+        return {name: getattr(self, name) for name in ("seq", "packing", "shuffle", "seed", "window")}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _known_by(self) -> dict[str, Any]:
+        """What tells the data from other data: contents of files, or some records of a list; nothing of a stream."""
+        if self._identity is None:
+            self._identity = {}
+            if isinstance(self.source, Files):
+                self._identity = {f"file {n}": held for n, held in enumerate(self.source.contents(), start=1)}
+            elif self.indexed:
+                count = len(self.source)
+                some = sorted({i * (count - 1) // (SAMPLES - 1) for i in range(SAMPLES)})
+                self._identity = {"records": count} | {f"record {i}": _checksum(self.source, i) for i in some}
+        return self._identity
+
+    def load_state_dict(self, state: Mapping[str, Any], *, other_data: bool = False) -> None:
         """Go on from there; the source and the arguments must be those of the loader that gave the state.
 
-        Raises LigerError where the source has another number of records, or its files another size, and where the
-        documents would come in another order or be cut otherwise. ``batch`` and ``epochs`` may be others.
+        Raises LigerError where the data is not the same: of files every byte counts, of a list or data set its length
+        and the text and numbers of 32 records all over it; ``other_data`` goes on all the same, as many records into
+        the pass as before. Also where the documents would come in another order or be cut otherwise. ``batch`` and
+        ``epochs`` may be others.
         """
-        names = ("epoch", "position", "skipped", "cut", "found", "pool", "records", "made")
+        names = ("epoch", "position", "skipped", "cut", "found", "pool", "data", "made")
         if not isinstance(state, Mapping) or (missing := [name for name in names if name not in state]):
             raise LigerError("not the state of a Loader" + (f": no {missing[0]}" if isinstance(state, Mapping) else ""))
-        records = len(self.source) if self.indexed else None
-        if state["records"] != records:
-            raise LigerError(f"the data had {state['records']} records, now {records}: its position means nothing")
-        before, now = state["made"], self._made()
-        if changed := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
-            listed = ", ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in changed)
+        if listed := _differences(state["made"], self._made()):
             raise LigerError(f"the data was read otherwise, its position means nothing: {listed}")
+        before, now = state["data"], self._known_by()
+        if before.get("records") != now.get("records"):  # other records were looked at
+            before, now = ({"records": x["records"]} if "records" in x else {} for x in (before, now))
+        if not other_data and (listed := _differences(before, now)):
+            raise LigerError(
+                f"the data is not what it was: {listed}. Give what the run was started with, or other_data=True "
+                "(--other-data) to go on with this"
+            )
         for name in ("epoch", "position", "skipped", "cut"):
             setattr(self, name, state[name])
         self._found, self._order = state["found"], None
@@ -497,3 +519,21 @@ class Loader:
                 bounds.append((number + 1) * self.seq)  # padding is a document of its own
         supervised = int((labels != IGNORED).sum())
         return Batch(input_ids, labels, torch.tensor(bounds, dtype=torch.int32), mask, supervised, tokens, squares)
+
+
+def _checksum(source: Any, index: int) -> str:
+    """Of the text and the numbers in a record; of what else it may hold, its type."""
+    try:
+        data = json.dumps(
+            source[index], sort_keys=True, default=lambda x: x.tolist() if hasattr(x, "tolist") else type(x).__name__
+        )
+    except (LigerError, TypeError, ValueError) as error:  # one that cannot be read, or has keys of several types
+        data = type(error).__name__
+    return f"{zlib.crc32(data.encode()):08x}"
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What is not as it was, for people; empty if all is."""
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    listed = [f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}" for name in changed[:3]]
+    return ", ".join(listed) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")

@@ -89,13 +89,14 @@ def train(
     write: Callable[[Path], None] | None = None,
     evaluation: Sequence[Batch] = (),
     resume: bool = False,
+    other_data: bool = False,
     tensorboard: bool = False,
 ) -> list[float]:
     """Train the parameters of ``model`` that require a gradient; returns the loss of every step.
 
     Into the folder ``out`` go log.csv, loss.svg, checkpoints, and at the end ``final/``, which ``write(folder)`` fills
     (by default with ``model.save_pretrained``). With ``resume`` the newest checkpoint there is continued exactly, where
-    there is one: model, data and settings must be made as they were.
+    there is one: model, data and settings must be made as they were. ``other_data``: the data may have changed.
 
     Raises LigerError where ``out`` holds a run that is not to be resumed, is finished, or was made otherwise; when a
     loss is not finite; when the data ends; Interrupted after SIGINT or SIGTERM.
@@ -104,7 +105,7 @@ def train(
     checkpoints = Checkpoints(out, keep=settings.keep)
     optimizer = AdamW(model, master=settings.master, weight_decay=settings.weight_decay)
     torch.manual_seed(settings.seed)
-    first = _restore(checkpoints, optimizer, data, settings, resume)
+    first = _restore(checkpoints, optimizer, data, settings, resume, other_data)
 
     def save(step: int) -> Path:
         state = {"settings": dataclasses.asdict(settings), "random": random_state()}
@@ -183,7 +184,9 @@ def _next(data: Loader, count: int, step: int) -> list[Batch]:
     return batches
 
 
-def _restore(checkpoints: Checkpoints, optimizer: AdamW, data: Loader, settings: Settings, resume: bool) -> int:
+def _restore(
+    checkpoints: Checkpoints, optimizer: AdamW, data: Loader, settings: Settings, resume: bool, other_data: bool
+) -> int:
     """Put everything to where the newest checkpoint was; returns its step, or 0 for a new run."""
     if not resume and (checkpoints.latest() or (checkpoints.folder / "log.csv").exists()):
         raise LigerError(f"{checkpoints.folder} holds a run already: resume it, or give another folder")
@@ -199,7 +202,7 @@ def _restore(checkpoints: Checkpoints, optimizer: AdamW, data: Loader, settings:
         listed = ", ".join(f"{k} was {before.get(k)} and is {now[k]}" for k in changed)
         raise LigerError(f"{checkpoints.folder} holds a run with other settings: {listed}")
     optimizer.load_state_dict(state["optimizer"])
-    data.load_state_dict(state["data"])
+    data.load_state_dict(state["data"], other_data=other_data)
     if final.exists():  # last, as what differs is said first
         raise LigerError(finished)
     set_random_state(state["random"])
