@@ -15,6 +15,8 @@ from scripts import ROOT, load
 from tiny_chat import write_tiny_chat_model
 
 from ligermodels import LigerLlama, LlamaConfig, Tokenizer
+from ligermodels.training import __main__ as finetune
+from ligermodels.training.lora import load_adapter, merge_lora
 
 STORY = ROOT / "examples" / "data" / "lamp_at_corrin.txt"
 
@@ -157,18 +159,18 @@ def tiny(tmp_path_factory):
 def test_finetune_learns_chats_and_resumes_where_it_was(tiny, chats, tmp_path, monkeypatch, capsys):
     from ligermodels.training.log import read_log
 
-    def finetune(out, *more):
+    def trained(out, *more):
         script(monkeypatch, "finetune.py", "--model", tiny, "--data", chats, "--eval-data", chats, "--out", out,
                "--seq", 96, "--steps", 6, "--seed", 3, *RUN, *more)  # fmt: skip
         return read_log(out / "log.csv")
 
-    rows = finetune(tmp_path / "a")
+    rows = trained(tmp_path / "a")
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.3 and rows[-1]["eval_loss"] > 0
     assert "broken records were left out" in capsys.readouterr().out
     (tmp_path / "b").mkdir()
     (tmp_path / "a" / "checkpoint-00000002").rename(tmp_path / "b" / "checkpoint-00000002")
     (tmp_path / "b" / "log.csv").write_bytes((tmp_path / "a" / "log.csv").read_bytes())
-    again = finetune(tmp_path / "b", "--resume")
+    again = trained(tmp_path / "b", "--resume")
     assert [row["loss"] for row in again] == [row["loss"] for row in rows]
     for suffix in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (tmp_path / "a" / "final" / suffix).read_bytes() == (tmp_path / "b" / "final" / suffix).read_bytes()
@@ -180,8 +182,6 @@ def test_finetune_learns_chats_and_resumes_where_it_was(tiny, chats, tmp_path, m
 
 @pytest.mark.filterwarnings("ignore:left out")
 def test_finetune_with_lora_writes_an_adapter_and_the_merged_model(tiny, chats, tmp_path, monkeypatch):
-    from ligermodels.training.lora import load_adapter
-
     script(monkeypatch, "finetune.py", "--model", tiny, "--data", chats, "--out", tmp_path, "--lora", 4, "--merge",
            "--lora-targets", "q_proj", "lm_head", "--epochs", 2, "--seq", 96, "--fit-gib", 4, *RUN)  # fmt: skip
     model = LigerLlama.from_pretrained(tiny)
@@ -192,6 +192,32 @@ def test_finetune_with_lora_writes_an_adapter_and_the_merged_model(tiny, chats, 
         adapted = model(ids).logits
         assert not torch.allclose(adapted, LigerLlama.from_pretrained(tiny)(ids).logits, atol=1e-4)
         torch.testing.assert_close(hf_logits(tmp_path / "merged", ids), adapted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:left out")
+def test_a_run_that_was_killed_before_it_was_merged_is_merged_when_resumed(tiny, chats, tmp_path, monkeypatch):
+    given = ["--model", tiny, "--data", chats, "--out", tmp_path, "--lora", 4, "--merge", "--steps", 2, "--seq", 96]
+
+    def run(*more):
+        finetune.main([str(x) for x in [*given, *RUN, *more]])
+
+    def killed(self, folder, **options):
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(LigerLlama, "save_pretrained", killed)
+        run()
+    assert (tmp_path / "final").exists() and not (tmp_path / "merged").exists()
+    run("--resume")
+    model = LigerLlama.from_pretrained(tiny)
+    load_adapter(model, tmp_path / "final")
+    merge_lora(model)
+    found = LigerLlama.from_pretrained(tmp_path / "merged").state_dict()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())
+    assert (tmp_path / "merged" / "tokenizer.json").exists()
+    with pytest.raises(SystemExit, match="holds a finished run"):
+        run("--resume")
 
 
 @pytest.mark.filterwarnings("ignore:left out")
@@ -247,6 +273,7 @@ def test_pretrain_makes_a_tokenizer_and_a_model_that_learns(tmp_path, monkeypatc
         ("finetune.py", ("--data", "{tmp}/bad.jsonl", "--strict"), "bad.jsonl, line 1: not valid JSON"),
         ("finetune.py", ("--data", "{tmp}/good.jsonl", "--lora", 4, "--lora-targets", "qproj"), "qproj is no Linear"),
         ("finetune.py", ("--data", "{tmp}/good.jsonl", "--steps", 0), "steps must be at least 1"),
+        ("finetune.py", ("--data", "{tmp}/good.jsonl", "--merge"), "--merge is for adapters"),
         ("pretrain.py", ("--data", "{tmp}/good.jsonl", "--config", "{tmp}/bad.jsonl"), "bad.jsonl"),
         ("pretrain.py", ("--data", "{tmp}/good.jsonl", "--vocab", 300, "--schedule", "wsd", "--decay", 2000), "decay"),
     ],

@@ -10,9 +10,8 @@ on from the newest checkpoint in OUT, if there is one, as if nothing had happene
 
 import argparse
 import itertools
-import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # before torch loads: waiting threads sleep, not spin
@@ -20,12 +19,14 @@ if __name__ == "__main__":  # before torch loads: waiting threads sleep, not spi
 import torch
 
 from ligermodels import Tokenizer, from_pretrained
+from ligermodels.base import CausalLM
 from ligermodels.checkpoints_convert.hub import download
 from ligermodels.errors import LigerError
 from ligermodels.layers.memory import LEVELS
+from ligermodels.training.checkpoint import Checkpoints
 from ligermodels.training.data import Encoder, Loader, open_files
-from ligermodels.training.loop import add_arguments, plain_errors, settings_of, train
-from ligermodels.training.lora import add_lora, merge_lora, save_adapter
+from ligermodels.training.loop import add_arguments, plain_errors, settings_of, steps_of, train
+from ligermodels.training.lora import add_lora, load_adapter, lora_modules, merge_lora, save_adapter
 
 
 def arguments(given: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
@@ -55,30 +56,41 @@ def arguments(given: Sequence[str] | None, prog: str | None) -> argparse.Namespa
 
 
 def finetune(args: argparse.Namespace) -> None:
+    if args.merge and not args.lora:
+        raise LigerError("--merge is for adapters: give --lora too")
     torch.manual_seed(args.seed)
     folder = args.model if Path(args.model).exists() else download(args.model)
     tokenizer = Tokenizer.from_pretrained(folder)
     model = from_pretrained(folder, dtype=args.dtype, device=args.device)
     model.set_activation_memory(args.activation_memory)
 
+    def write(folder: Path) -> None:
+        if lora_modules(model):
+            save_adapter(model, folder, base=args.model)
+        else:
+            model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    if args.merge and args.resume and (args.out / "final").exists() and not (args.out / "merged").exists():
+        load_adapter(model, args.out / "final")  # it was killed before it was merged, or is to be merged after all
+    else:
+        run(args, model, tokenizer, write)
+    if args.merge:
+        merge_lora(model)
+        Checkpoints(args.out).finish(write, "merged")
+
+
+def run(args: argparse.Namespace, model: CausalLM, tokenizer: Tokenizer, write: Callable[[Path], None]) -> None:
     def rows(paths: list[str], **options) -> Loader:
         pad = tokenizer.pad_token_id or 0
-        options = {"batch": args.batch, "seq": args.seq, "pad_id": pad, "strict": args.strict, **options}
+        options = dict(batch=args.batch, seq=args.seq, pad_id=pad, strict=args.strict, seed=args.seed, **options)
         return Loader(open_files(paths), Encoder(tokenizer, turns=args.turns), **options)
 
     passes = None  # the data starts over for ever
-    if args.epochs is not None:  # how many batches they make is known once they are packed
-        if not 0 < args.epochs < math.inf:
-            raise LigerError(f"epochs must be above 0, found {args.epochs:g}")
-        one, passes = sum(1 for _ in rows(args.data, epochs=1, seed=args.seed)), math.ceil(args.epochs)
-        batches = passes * one
-        if one > 100:  # a part of a batch more than the passes does not matter, as it does with little data
-            passes = None
-        elif passes > 1:
-            batches = sum(1 for _ in rows(args.data, epochs=passes, seed=args.seed))
-        args.steps = math.ceil(args.epochs / math.ceil(args.epochs) * batches / args.accumulation)
+    if args.epochs is not None:
+        args.steps, passes = steps_of(args.epochs, lambda n: rows(args.data, epochs=n), args.accumulation)
     settings = settings_of(args)
-    data = rows(args.data, epochs=passes, seed=args.seed)
+    data = rows(args.data, epochs=passes)
     evaluation = []
     if args.eval_data:
         evaluation = list(itertools.islice(rows(args.eval_data, epochs=1, shuffle=False), args.eval_batches))
@@ -91,24 +103,12 @@ def finetune(args: argparse.Namespace) -> None:
         state = {"state_bytes": 16.0} if masters else {}
         model.fit_memory(args.fit_gib, args.batch, args.seq, accumulation=args.accumulation, **state)
 
-    def write(folder: Path) -> None:
-        if args.lora:
-            save_adapter(model, folder, base=args.model)
-        else:
-            model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
     train(
-        model, data, settings, args.out,
-        write=write, evaluation=evaluation, resume=args.resume, other_data=args.other_data,
-        tensorboard=args.tensorboard,
+        model, data, settings, args.out, write=write, evaluation=evaluation, resume=args.resume,
+        other_data=args.other_data, tensorboard=args.tensorboard,
     )  # fmt: skip
     if data.skipped or data.cut:
         print(f"{data.skipped} broken records were left out, {data.cut} chats were cut to --seq {args.seq} tokens")
-    if args.lora and args.merge:
-        merge_lora(model)
-        model.save_pretrained(args.out / "merged")
-        tokenizer.save_pretrained(args.out / "merged")
 
 
 def main(given: Sequence[str] | None = None, prog: str | None = None) -> None:

@@ -67,9 +67,9 @@ class Checkpoints:
             raise CheckpointError(f"{final}: the checkpoint could not be written: {error}") from error
         return final
 
-    def finish(self, write: Callable[[Path], None]) -> Path:
-        """Write the result of the run to FOLDER/final, which appears when it is complete."""
-        final, partial = self.folder / "final", self.folder / ".partial-final"
+    def finish(self, write: Callable[[Path], None], name: str = "final") -> Path:
+        """Write a result of the run to FOLDER/final (or another name), which appears when it is complete."""
+        final, partial = self.folder / name, self.folder / f".partial-{name}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         write(partial)

@@ -227,6 +227,17 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     return Settings(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Settings)})
 
 
+def steps_of(epochs: float, rows: Callable[[int], Loader], accumulation: int) -> tuple[int, int | None]:
+    """How many updates so many passes over the data are, and for how many passes the data must be read (None: on and
+    on). ``rows(n)`` gives n of them: how many batches they make is known once they are packed."""
+    if not 0 < epochs < math.inf:
+        raise LigerError(f"epochs must be above 0, found {epochs:g}")
+    passes, one = math.ceil(epochs), sum(1 for _ in rows(1))
+    many = one > 100  # a part of a batch more than the passes does not matter then, as it does with little data
+    batches = passes * one if many or passes == 1 else sum(1 for _ in rows(passes))
+    return math.ceil(epochs / passes * batches / accumulation), None if many else passes
+
+
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
     """For scripts: what a person can put right ends in one line on stderr, not in a traceback; a warning is a line."""
