@@ -8,6 +8,7 @@ import sys
 from ligermodels.checkpoints_convert.convert import SOURCES, TARGETS, convert
 from ligermodels.checkpoints_convert.to_gguf import KINDS
 from ligermodels.errors import LigerError
+from ligermodels.terminal import plain_warnings, printable
 
 _ABOUT = """\
 Convert a model from one layout to another. What SOURCE is is seen from what it holds:
@@ -35,11 +36,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         written = convert(options.pop("source"), options.pop("target"), **options)
     except LigerError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 1
-    print(f"wrote {written}")
+    print(printable(f"wrote {written}"))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with plain_warnings():
+        sys.exit(main())

@@ -46,7 +46,11 @@ def recognise(path: Path) -> str:
     Raises CheckpointError, listing what was found, if it is none of them, or several that may differ.
     """
     if not path.exists():
-        raise CheckpointError(f"there is no {path}")
+        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path))
+        hint = (
+            f". If it is a repository of the hub, fetch it first: hf download {path} --local-dir FOLDER" if hub else ""
+        )
+        raise CheckpointError(f"there is no {path}{hint}")
     if path.is_file():
         with open(path, "rb") as file:
             start = file.read(512)
@@ -113,6 +117,8 @@ def convert(
     Raises LigerError naming the file, key or tensor that is wrong, and for a target that exists while ``force`` is not
     given.
     """
+    if "" in (str(source), str(target)):  # of a shell's variable that is not set; as a path it would be "."
+        raise CheckpointError("source and target must be paths, found an empty text")
     path, target = Path(source), Path(target)
     for given in (path, target):
         try:

@@ -732,8 +732,10 @@ def test_a_source_is_recognised_by_what_it_holds(tmp_path):
         (tmp_path / "file").write_text(text)
         with pytest.raises(CheckpointError, match=f"not a GGUF: {says}"):
             recognise(tmp_path / "file")
-    with pytest.raises(CheckpointError, match="there is no"):
+    with pytest.raises(CheckpointError, match="there is no .*nowhere$"):
         recognise(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="hf download meta-llama/Llama-3-8B"):
+        recognise(Path("meta-llama/Llama-3-8B"))
 
 
 def test_the_command(tmp_path, capsys):
@@ -742,6 +744,9 @@ def test_the_command(tmp_path, capsys):
     assert main(arguments) == 0
     assert main(arguments) == 1
     assert "error:" in capsys.readouterr().err
+    assert main([str(source), ""]) == 1 and "empty text" in capsys.readouterr().err
+    assert main([str(tmp_path / "\x1b[2Jcleared"), str(tmp_path / "x")]) == 1
+    assert "\\x1b[2Jcleared" in capsys.readouterr().err
     assert main([str(tmp_path / "meta"), str(tmp_path / "back")]) == 0
     assert all(tensor.dtype == torch.bfloat16 for tensor in tensors_of(tmp_path / "back").values())
     with pytest.raises(LigerError, match="dtype"):
