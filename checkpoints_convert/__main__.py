@@ -20,7 +20,7 @@ An interrupted conversion continues when it is run again; nothing is overwritten
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Convert as the command line says; return the exit code (1 after an error, which is printed)."""
+    """Convert as the command line says; return the exit code (1 after an error, 130 after Ctrl-C; both are told)."""
     parser = argparse.ArgumentParser(
         prog="ligermodels convert", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -38,6 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
     except LigerError as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
     print(printable(f"wrote {written}"))
     return 0
 

@@ -732,7 +732,7 @@ def test_a_source_is_recognised_by_what_it_holds(tmp_path):
         (tmp_path / "file").write_text(text)
         with pytest.raises(CheckpointError, match=f"not a GGUF: {says}"):
             recognise(tmp_path / "file")
-    with pytest.raises(CheckpointError, match="there is no .*nowhere$"):
+    with pytest.raises(CheckpointError, match=r"there is no .*nowhere$"):
         recognise(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="hf download meta-llama/Llama-3-8B"):
         recognise(Path("meta-llama/Llama-3-8B"))
@@ -755,6 +755,15 @@ def test_the_command(tmp_path, capsys):
     save_checkpoint(tmp_path / "large", large, read_config(source))
     with pytest.raises(CheckpointError, match=r"tensor .*weight .*too large for torch\.float16"):
         convert(tmp_path / "large", tmp_path / "y", to="hf", dtype="float16")
+
+
+def test_an_interrupted_command_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+    source = folder_of(LLAMA, tmp_path / "hf")
+    with monkeypatch.context() as patch:
+        interrupt(patch, 3)
+        assert main([str(source), str(tmp_path / "out")]) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert main([str(source), str(tmp_path / "out")]) == 0
 
 
 def test_a_model_type_that_is_no_name_is_refused(tmp_path):
