@@ -53,7 +53,6 @@ def write_chatglm(
 
 
 def _config(config: dict[str, Any], where: Path) -> dict[str, Any]:
-    rope = config["rope_parameters"]
     fits = {
         "model_type": "glm",
         "tie_word_embeddings": False,
@@ -63,6 +62,7 @@ def _config(config: dict[str, Any], where: Path) -> dict[str, Any]:
     for key, value in fits.items():
         if config[key] != value:
             raise ConfigError(f"{where}: {key} {config[key]!r} has no form in ChatGLM's layout: expected {value!r}")
+    rope = config["rope_parameters"]
     if rope["rope_type"] != "default":
         raise ConfigError(f"{where}: rope_type {rope['rope_type']!r} has no form in ChatGLM's layout")
     ratio = rope["rope_theta"] / 10_000

@@ -164,9 +164,9 @@ def write_mistral(
     that has no form there.
     """
     config = source.config
-    rope = config["rope_parameters"]
     if config["model_type"] not in ("mistral", "mixtral"):
         raise ConfigError(f"{source.path}: model_type {config['model_type']!r} is neither 'mistral' nor 'mixtral'")
+    rope = config["rope_parameters"]
     if rope["rope_type"] != "default":
         raise ConfigError(f"{source.path}: rope_type {rope['rope_type']!r} has no form in Mistral's layout")
     if config.get("layer_types") not in (None, _layer_types(config)):

@@ -32,6 +32,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import TINY
+from tiny_llava import write_tiny_llava
 
 import ligermodels
 from ligermodels.checkpoints_convert import hf as hf_folders
@@ -217,6 +218,12 @@ def test_any_width_of_the_mlp_can_be_said():
 def test_what_meta_has_no_form_for_is_refused(tmp_path, change, says):
     with pytest.raises(ConfigError, match=says):
         convert(folder_of(LLAMA | change, tmp_path / "hf"), tmp_path / "meta", to="meta")
+
+
+@pytest.mark.parametrize("to", ["meta", "mistral", "gguf", "chatglm"])
+def test_a_vision_language_model_is_refused_by_its_type(tmp_path, to):
+    with pytest.raises(ConfigError, match="model_type 'llava'"):
+        convert(write_tiny_llava(tmp_path / "hf"), tmp_path / "out", to=to)
 
 
 # ------------------------------------------------------------------------------------------------------------- pickles
