@@ -261,11 +261,38 @@ def test_another_run_is_not_resumed(tmp_path):
         train(wide, make_data(), SHORT, tmp_path, resume=True)
     with pytest.raises(LigerError, match=r"in torch.float32, this run in torch.bfloat16"):
         AdamW(make_model(torch.bfloat16), master=False).load_state_dict(AdamW(make_model()).state_dict())
+    with pytest.raises(LigerError, match=r"model made otherwise: rms_norm_eps was 1e-06 and is 0.1$"):
+        train(make_model(rms_norm_eps=0.1), make_data(), SHORT, tmp_path, resume=True)
+    with pytest.raises(LigerError, match=r"model made otherwise: turns was absent and is last$"):
+        train(make_model(), make_data(), SHORT, tmp_path, resume=True, made={"turns": "last"})
     free = replace(SHORT, log_every=1, save_every=0, keep=1, eval_every=3)
     with pytest.raises(LigerError, match=r"holds a finished run, its result is .*final: give another folder"):
         train(make_model(), make_data(), free, tmp_path, resume=True)
     shutil.rmtree(tmp_path / "final")  # as if it had been killed before its end
     assert len(train(make_model(), make_data(), free, tmp_path, resume=True)) == 10
+
+
+def test_an_adapter_is_not_resumed_on_another_base(tmp_path):
+    def run(seed, **more):
+        model = make_model(seed=seed)
+        add_lora(model, rank=2)
+        return train(model, make_data(), SHORT, tmp_path, write=lambda folder: save_adapter(model, folder), **more)
+
+    run(0)
+    with pytest.raises(LigerError, match=r"model made otherwise: frozen weights was \w{8} and is \w{8}$"):
+        run(1, resume=True)
+
+
+def test_a_start_that_failed_before_its_first_step_is_no_run(tmp_path):
+    def broken(record):
+        raise LigerError("broken")
+
+    data = make_data(strict=True)
+    data.encode = broken
+    with pytest.raises(LigerError, match="broken"):
+        train(make_model(), data, SHORT, tmp_path)
+    assert (tmp_path / "log.csv").exists()
+    assert len(train(make_model(), make_data(), SHORT, tmp_path)) == 10
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints

@@ -97,15 +97,15 @@ def run(args: argparse.Namespace, model: CausalLM, tokenizer: Tokenizer, write: 
 
     if args.lora:
         add_lora(model, rank=args.lora, alpha=args.lora_alpha, targets=args.lora_targets, dropout=args.lora_dropout)
-
     if args.fit_gib:
         masters = args.dtype == "bfloat16" and args.master and not args.lora  # of adapters the parameters are fp32
         state = {"state_bytes": 16.0} if masters else {}
         model.fit_memory(args.fit_gib, args.batch, args.seq, accumulation=args.accumulation, **state)
 
+    made = {name: getattr(args, name) for name in ("lora_alpha", "lora_dropout", "lora_targets", "turns")}
     train(
         model, data, settings, args.out, write=write, evaluation=evaluation, resume=args.resume,
-        other_data=args.other_data, tensorboard=args.tensorboard,
+        other_data=args.other_data, made=made, tensorboard=args.tensorboard,
     )  # fmt: skip
     if data.skipped or data.cut:
         print(f"{data.skipped} broken records were left out, {data.cut} chats were cut to --seq {args.seq} tokens")

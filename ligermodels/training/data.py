@@ -379,12 +379,12 @@ class Loader:
         names = ("epoch", "position", "skipped", "cut", "found", "pool", "data", "made")
         if not isinstance(state, Mapping) or (missing := [name for name in names if name not in state]):
             raise LigerError("not the state of a Loader" + (f": no {missing[0]}" if isinstance(state, Mapping) else ""))
-        if listed := _differences(state["made"], self._made()):
+        if listed := differences(state["made"], self._made()):
             raise LigerError(f"the data was read otherwise, its position means nothing: {listed}")
         before, now = state["data"], self._known_by()
         if before.get("records") != now.get("records"):  # other records were looked at
             before, now = ({"records": x["records"]} if "records" in x else {} for x in (before, now))
-        if not other_data and (listed := _differences(before, now)):
+        if not other_data and (listed := differences(before, now)):
             raise LigerError(
                 f"the data is not what it was: {listed}. Give what the run was started with, or other_data=True "
                 "(--other-data) to go on with this"
@@ -532,7 +532,7 @@ def _checksum(source: Any, index: int) -> str:
     return f"{zlib.crc32(data.encode()):08x}"
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What is not as it was, for people; empty if all is."""
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     listed = [f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}" for name in changed[:3]]

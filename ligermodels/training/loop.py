@@ -9,7 +9,8 @@ import itertools
 import math
 import sys
 import typing
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from ligermodels.config import check_type
 from ligermodels.errors import LigerError
 from ligermodels.terminal import plain_warnings, printable
 from ligermodels.training.checkpoint import Checkpoints, StopSignal, random_state, set_random_state
-from ligermodels.training.data import Batch, Loader
-from ligermodels.training.log import Log, plot
+from ligermodels.training.data import Batch, Loader, differences
+from ligermodels.training.log import Log, plot, read_log
 from ligermodels.training.optimizer import AdamW
 from ligermodels.training.schedule import SCHEDULES, schedule
 
@@ -90,13 +91,15 @@ def train(
     evaluation: Sequence[Batch] = (),
     resume: bool = False,
     other_data: bool = False,
+    made: Mapping[str, Any] | None = None,
     tensorboard: bool = False,
 ) -> list[float]:
     """Train the parameters of ``model`` that require a gradient; returns the loss of every step.
 
     Into the folder ``out`` go log.csv, loss.svg, checkpoints, and at the end ``final/``, which ``write(folder)`` fills
     (by default with ``model.save_pretrained``). With ``resume`` the newest checkpoint there is continued exactly, where
-    there is one: model, data and settings must be made as they were. ``other_data``: the data may have changed.
+    there is one: model, data and settings must be made as they were, and what ``made`` says (plain data by name) be the
+    same. ``other_data``: the data may have changed.
 
     Raises LigerError where ``out`` holds a run that is not to be resumed, is finished, or was made otherwise; when a
     loss is not finite; when the data ends; Interrupted after SIGINT or SIGTERM.
@@ -105,10 +108,11 @@ def train(
     checkpoints = Checkpoints(out, keep=settings.keep)
     optimizer = AdamW(model, master=settings.master, weight_decay=settings.weight_decay)
     torch.manual_seed(settings.seed)
-    first = _restore(checkpoints, optimizer, data, settings, resume, other_data)
+    known = _known_by(model) | dict(made or {})
+    first = _restore(checkpoints, optimizer, data, settings, known, resume, other_data)
 
     def save(step: int) -> Path:
-        state = {"settings": dataclasses.asdict(settings), "random": random_state()}
+        state = {"settings": dataclasses.asdict(settings), "model": known, "random": random_state()}
         return checkpoints.save(step, state | {"optimizer": optimizer.state_dict(), "data": data.state_dict()}, write)
 
     model.train()
@@ -184,11 +188,27 @@ def _next(data: Loader, count: int, step: int) -> list[Batch]:
     return batches
 
 
+def _known_by(model: CausalLM) -> dict[str, Any]:
+    """What tells a model from others of the same trained parameters: its config, and a checksum of frozen weights."""
+    checksum = 0
+    for p in (p.detach() for p in model.parameters() if not p.requires_grad):
+        start = (p.to_local() if hasattr(p, "to_local") else p).flatten()[:256]
+        checksum = zlib.crc32(start.cpu().view(torch.uint8).numpy().tobytes(), checksum)
+    return {**model.config.to_hf(), "frozen weights": f"{checksum:08x}"}
+
+
 def _restore(
-    checkpoints: Checkpoints, optimizer: AdamW, data: Loader, settings: Settings, resume: bool, other_data: bool
+    checkpoints: Checkpoints,
+    optimizer: AdamW,
+    data: Loader,
+    settings: Settings,
+    known: Mapping[str, Any],
+    resume: bool,
+    other_data: bool,
 ) -> int:
     """Put everything to where the newest checkpoint was; returns its step, or 0 for a new run."""
-    if not resume and (checkpoints.latest() or (checkpoints.folder / "log.csv").exists()):
+    log = checkpoints.folder / "log.csv"
+    if not resume and (checkpoints.latest() or (log.exists() and read_log(log))):  # without a step it is no run
         raise LigerError(f"{checkpoints.folder} holds a run already: resume it, or give another folder")
     final = checkpoints.folder / "final"
     finished = f"{checkpoints.folder} holds a finished run, its result is {final}: give another folder for a new one"
@@ -197,11 +217,14 @@ def _restore(
             raise LigerError(finished)
         return 0
     state = checkpoints.load()
-    before, now = state["settings"], dataclasses.asdict(settings)
-    if changed := [k for k in now if k not in _FREE and before.get(k) != now[k]]:
-        listed = ", ".join(f"{k} was {before.get(k)} and is {now[k]}" for k in changed)
+    before, now = (
+        {k: v for k, v in x.items() if k not in _FREE} for x in (state["settings"], dataclasses.asdict(settings))
+    )
+    if listed := differences(before, now):
         raise LigerError(f"{checkpoints.folder} holds a run with other settings: {listed}")
     optimizer.load_state_dict(state["optimizer"])
+    if listed := differences(state.get("model", {}), known):
+        raise LigerError(f"{checkpoints.folder} holds a run of a model made otherwise: {listed}")
     data.load_state_dict(state["data"], other_data=other_data)
     if final.exists():  # last, as what differs is said first
         raise LigerError(finished)
