@@ -30,9 +30,10 @@ def generate_file(
     and line for what cannot be read, and if ``out`` belongs to other prompts.
     """
     prompts, out = Path(prompts), Path(out)
-    given = [_parse(line, f"{prompts}, line {n + 1}") for n, line in enumerate(_lines(prompts))]
+    lines = _lines(prompts)
+    given = [_parse(line, where) for where, line in lines]
     done = _finished(out, given)
-    todo = [(i, _encode(tokenizer, row, f"{prompts}, line {i + 1}")) for i, row in enumerate(given) if i not in done]
+    todo = [(i, _encode(tokenizer, row, lines[i][0])) for i, row in enumerate(given) if i not in done]
     todo.sort(key=lambda item: len(item[1]), reverse=True)  # the longest first: if memory is short it shows at once
     ends = stop_ids(model, options.pop("eos_token_id", None))
     strings = options.get("stop_strings") or []
@@ -57,12 +58,13 @@ def generate_file(
     return len(todo)
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: Path) -> list[tuple[str, str]]:
+    """The lines that are not blank, each with its place for people."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise LigerError(f"{path}: cannot be read as UTF-8 text: {error}") from error
-    return [line for line in text.split("\n") if line.strip()]
+    return [(f"{path}, line {n}", line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
 
 def _parse(line: str, where: str) -> dict[str, Any]:

@@ -353,6 +353,9 @@ def test_a_bad_prompt_is_named_by_its_line(model, tokenizer, tmp_path, line, mat
     path.write_text('"good"\n' + line)
     with pytest.raises(LigerError, match=match):
         generate_file(model, tokenizer, path, tmp_path / "out.jsonl")
+    path.write_text('\n"good"\n\n' + line)  # blank lines count too
+    with pytest.raises(LigerError, match=match.replace("line 2", "line 4")):
+        generate_file(model, tokenizer, path, tmp_path / "out.jsonl")
     with pytest.raises(LigerError, match="cannot be read"):
         generate_file(model, tokenizer, tmp_path / "absent.jsonl", tmp_path / "out.jsonl")
 
