@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 
 from ligermodels.checkpoints_convert.convert import SOURCES, TARGETS, convert
 from ligermodels.checkpoints_convert.to_gguf import KINDS
 from ligermodels.errors import LigerError
-from ligermodels.terminal import plain_warnings, printable
 
 _ABOUT = """\
 Convert a model from one layout to another. What SOURCE is is seen from what it holds:
@@ -19,7 +19,11 @@ Convert a model from one layout to another. What SOURCE is is seen from what it 
 An interrupted conversion continues when it is run again; nothing is overwritten without --force."""
 
 
-def main(arguments: list[str] | None = None) -> int:
+def _print(text: str, *, err: bool = False) -> None:
+    print(text, file=sys.stderr if err else sys.stdout)
+
+
+def main(arguments: list[str] | None = None, say: Callable[..., None] = _print) -> int:
     """Convert as the command line says; return the exit code (1 after an error, 130 after Ctrl-C; both are told)."""
     parser = argparse.ArgumentParser(
         prog="ligermodels convert", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -36,15 +40,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         written = convert(options.pop("source"), options.pop("target"), **options)
     except LigerError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
+        say(f"error: {error}", err=True)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        say("interrupted; the same command goes on from here", err=True)
         return 130
-    print(printable(f"wrote {written}"))
+    say(f"wrote {written}")
     return 0
 
 
 if __name__ == "__main__":
-    with plain_warnings():
-        sys.exit(main())
+    sys.exit(main())

@@ -112,7 +112,7 @@ def convert(context: typer.Context) -> None:
     """Convert another format into a Hugging Face folder, or back: `ligermodels convert --help`."""
     from ligermodels.checkpoints_convert.__main__ import main as convert_main
 
-    raise typer.Exit(convert_main(context.args))
+    raise typer.Exit(convert_main(context.args, _say))
 
 
 Model = Annotated[str, typer.Argument(metavar="REPO|FOLDER", help="a folder, or a repository of the hub: owner/name")]

@@ -215,3 +215,4 @@ def test_python_m_ligermodels():
 def test_convert_is_the_converters_own_command(tmp_path):
     code, _ = run("convert", tmp_path / "nothing.gguf", tmp_path / "out")
     assert code == 1 and not (tmp_path / "out").exists()
+    assert "\\x1b[2Jcleared" in run("convert", tmp_path / "\x1b[2Jcleared", tmp_path / "out")[1]

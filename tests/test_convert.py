@@ -752,8 +752,6 @@ def test_the_command(tmp_path, capsys):
     assert main(arguments) == 1
     assert "error:" in capsys.readouterr().err
     assert main([str(source), ""]) == 1 and "empty text" in capsys.readouterr().err
-    assert main([str(tmp_path / "\x1b[2Jcleared"), str(tmp_path / "x")]) == 1
-    assert "\\x1b[2Jcleared" in capsys.readouterr().err
     assert main([str(tmp_path / "meta"), str(tmp_path / "back")]) == 0
     assert all(tensor.dtype == torch.bfloat16 for tensor in tensors_of(tmp_path / "back").values())
     with pytest.raises(LigerError, match="dtype"):
