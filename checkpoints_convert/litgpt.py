@@ -15,8 +15,9 @@ import torch
 from ligermodels.checkpoints_convert.companions import companions
 from ligermodels.checkpoints_convert.files import MAX_CONFIG
 from ligermodels.checkpoints_convert.gguf_layout import CLASSES, layout
-from ligermodels.checkpoints_convert.meta import number, same_bits, whole
+from ligermodels.checkpoints_convert.meta import number, whole
 from ligermodels.checkpoints_convert.pth import open_pth
+from ligermodels.checkpoints_convert.reading import same_values
 from ligermodels.checkpoints_convert.streamed import Source, expect_shapes
 from ligermodels.errors import CheckpointError
 
@@ -68,7 +69,7 @@ def open_litgpt(folder: Path) -> Source:
     head, embedding = (stored.tensors.get(name) for name in ("lm_head.weight", "transformer.wte.weight"))
     if head is None or embedding is None:  # LitGPT ties nothing: it stores both, of a tied model the same twice
         raise CheckpointError(f"{folder / WEIGHTS} lacks lm_head.weight or transformer.wte.weight")
-    config["tie_word_embeddings"] = config["model_type"].startswith("gemma") and same_bits(stored, head, embedding)
+    config["tie_word_embeddings"] = config["model_type"].startswith("gemma") and same_values(head, embedding)
     names = _names(config)
     qkv = "attn.qkv" if any(".attn.qkv." in name for name in stored.tensors) else "attn.attn"
     biased = ("weight", "bias") if config["model_type"] == "qwen2" else ("weight",)

@@ -27,8 +27,9 @@ import torch
 from ligermodels.checkpoints_convert.companions import companions
 from ligermodels.checkpoints_convert.files import listed, read_json
 from ligermodels.checkpoints_convert.gguf_layout import deinterleave, interleave
-from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo
+from ligermodels.checkpoints_convert.hf import Checkpoint
 from ligermodels.checkpoints_convert.pth import open_pth, save_pth
+from ligermodels.checkpoints_convert.reading import same_values
 from ligermodels.checkpoints_convert.save import parse_size, to_json
 from ligermodels.checkpoints_convert.streamed import (
     Source,
@@ -164,9 +165,7 @@ def open_meta(folder: Path) -> Source:
         raise CheckpointError(
             f"{shards[0]}: rope.freqs is {list(frequencies.shape)}, but {PARAMS} gives heads of {config['head_dim']}"
         )
-    tied = head not in tensors[0] or all(
-        same_bits(part, found["tok_embeddings.weight"], found[head]) for part, found in zip(parts, tensors, strict=True)
-    )
+    tied = head not in tensors[0] or all(same_values(found["tok_embeddings.weight"], found[head]) for found in tensors)
     if config["tie_word_embeddings"] is None:
         config["tie_word_embeddings"] = tied
     elif config["tie_word_embeddings"] and not tied:
@@ -225,7 +224,7 @@ def _check_alike(shards: list[Path], parts: list[Checkpoint]) -> None:
 def _check_same(shards: list[Path], parts: list[Checkpoint], rank: int, other: int, names: Iterable[str]) -> None:
     """Raise CheckpointError unless two files hold the same tensors of these names."""
     for name in names:
-        if not same_bits(parts[rank], parts[rank].tensors[name], parts[other].tensors[name]):
+        if not same_values(parts[rank].tensors[name], parts[other].tensors[name]):
             raise CheckpointError(
                 f"{shards[rank]}: {name} differs from that in {shards[other].name}, of which it must be a copy: "
                 "of another model?"
@@ -277,19 +276,6 @@ def _axis(ours: str, embedding_by_rows: bool) -> int | None:
     if module in TOP:
         return 0 if module == "lm_head" else None
     return LAYER[module.split(".", 3)[3]][1]
-
-
-def same_bits(checkpoint: Checkpoint, a: TensorInfo, b: TensorInfo, rows: int = 4096) -> bool:
-    """Bit for bit, some rows at a time; two that differ mostly do so in the first."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    for first in range(0, a.shape[0], rows):
-        last = min(first + rows, a.shape[0])
-        both = {"a": a.rows(first, last), "b": b.rows(first, last)}
-        part = Checkpoint(checkpoint.folder, both)
-        if not torch.equal(part.read("a").view(torch.uint8), part.read("b").view(torch.uint8)):
-            return False
-    return True
 
 
 def _config(folder: Path, params: dict, vocab: int, width: int) -> dict:
