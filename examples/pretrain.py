@@ -8,8 +8,10 @@ ligermodels and transformers load. --resume goes on from the newest checkpoint i
 """
 
 import argparse
+import contextlib
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch loads: waiting threads sleep, not spin
@@ -20,6 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from ligermodels import MODELS, LigerError, Tokenizer
 from ligermodels.checkpoints_convert.hf import read_config
 from ligermodels.layers.memory import LEVELS
+from ligermodels.training.checkpoint import Checkpoints
 from ligermodels.training.data import Encoder, Files, Loader, open_files
 from ligermodels.training.loop import add_arguments, plain_errors, settings_of, train
 
@@ -32,6 +35,8 @@ END = "<|endoftext|>"
 
 def train_tokenizer(source: Files, vocab_size: int, most: int = 2000) -> Tokenizer:
     """A byte-level BPE tokenizer, which can write any text, from at most so many records of the data."""
+    if vocab_size < 257:
+        raise LigerError(f"--vocab must be at least 257, a token for every byte and {END}, found {vocab_size}")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -39,9 +44,15 @@ def train_tokenizer(source: Files, vocab_size: int, most: int = 2000) -> Tokeniz
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    every = max(1, len(source) // most)
-    texts = (record.data.get("text") for i in range(0, len(source), every) if (record := source[i]))
-    backend.train_from_iterator((text for text in texts if isinstance(text, str)), trainer)
+
+    def texts() -> Iterator[str]:
+        for i in range(0, len(source), max(1, len(source) // most)):
+            with contextlib.suppress(LigerError):  # what is broken the Loader reports
+                record = source[i]
+                if record and isinstance(text := record.data.get("text"), str):
+                    yield text
+
+    backend.train_from_iterator(texts(), trainer)
     return Tokenizer(backend, special_tokens={"bos_token": END, "eos_token": END, "pad_token": END})
 
 
@@ -69,12 +80,9 @@ def main() -> None:
     args = arguments()
     settings = settings_of(args)
     torch.manual_seed(args.seed)
-    source, own = open_files(args.data), args.out / "tokenizer"
-    if args.tokenizer or own.is_dir():
-        tokenizer = Tokenizer.from_pretrained(args.tokenizer or own)
-    else:
-        tokenizer = train_tokenizer(source, args.vocab)
-        tokenizer.save_pretrained(own)
+    source = open_files(args.data)
+    known = args.tokenizer or (args.resume and Checkpoints(args.out).latest())  # a checkpoint has its tokenizer
+    tokenizer = Tokenizer.from_pretrained(known) if known else train_tokenizer(source, args.vocab)
     config = read_config(args.config) if args.config else SMALL
     if config.get("model_type") not in MODELS:
         raise LigerError(f"{args.config}: model_type {config.get('model_type')!r} is not one of {', '.join(MODELS)}")
@@ -98,9 +106,8 @@ def main() -> None:
         tokenizer.save_pretrained(folder)
 
     train(
-        model, data, settings, args.out,
-        write=write, evaluation=evaluation, resume=args.resume, other_data=args.other_data,
-        tensorboard=args.tensorboard,
+        model, data, settings, args.out, write=write, evaluation=evaluation, resume=args.resume,
+        other_data=args.other_data, made={"vocab": args.vocab}, tensorboard=args.tensorboard,
     )  # fmt: skip
     if data.skipped:
         print(f"{data.skipped} broken records were left out")

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 
@@ -266,6 +267,27 @@ def test_pretrain_makes_a_tokenizer_and_a_model_that_learns(tmp_path, monkeypatc
         torch.testing.assert_close(ours, hf_logits(tmp_path / "final", ids), rtol=0, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:left out")
+def test_pretrain_leaves_broken_lines_out_and_resumes_with_the_tokenizer_it_began_with(tmp_path, monkeypatch, capsys):
+    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    text = json.dumps({"text": "one lamp, two lamps, many lamps. " * 20})
+    given = ("--data", data, "--vocab", 280, "--seq", 32, "--steps", 4, *RUN)
+    data.write_text(json.dumps({"text": "quite another text " * 40}))
+    with pytest.raises(SystemExit, match="decay"):
+        script(monkeypatch, "pretrain.py", *given, "--out", out, "--schedule", "wsd", "--decay", 2000)
+    data.write_text(f"{text}\n{{broken\n")  # what failed before it began leaves no tokenizer behind
+    script(monkeypatch, "pretrain.py", *given, "--out", out)
+    assert "1 broken records were left out" in capsys.readouterr().out
+    tokens = Tokenizer.from_pretrained(out / "final").encode("many lamps")
+    assert len(tokens) < 10
+    shutil.rmtree(out / "final")
+    data.write_text(json.dumps({"text": "quite another text " * 40}))
+    with pytest.raises(SystemExit, match="the data is not what it was: file 1"):
+        script(monkeypatch, "pretrain.py", *given, "--out", out, "--resume")
+    script(monkeypatch, "pretrain.py", *given, "--out", out, "--resume", "--other-data")
+    assert Tokenizer.from_pretrained(out / "final").encode("many lamps") == tokens
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
@@ -275,6 +297,7 @@ def test_pretrain_makes_a_tokenizer_and_a_model_that_learns(tmp_path, monkeypatc
         ("finetune.py", ("--data", "{tmp}/good.jsonl", "--steps", 0), "steps must be at least 1"),
         ("finetune.py", ("--data", "{tmp}/good.jsonl", "--merge"), "--merge is for adapters"),
         ("pretrain.py", ("--data", "{tmp}/good.jsonl", "--config", "{tmp}/bad.jsonl"), "bad.jsonl"),
+        ("pretrain.py", ("--data", "{tmp}/good.jsonl", "--vocab", 256), "--vocab must be at least 257"),
         ("pretrain.py", ("--data", "{tmp}/good.jsonl", "--vocab", 300, "--schedule", "wsd", "--decay", 2000), "decay"),
     ],
 )
