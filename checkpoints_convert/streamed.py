@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ligermodels.checkpoints_convert.companions import TEMPLATE_FOLDER, companions, refuse_link, remove_stale
-from ligermodels.checkpoints_convert.files import CONFIG, INDEX, listed, read_index
+from ligermodels.checkpoints_convert.files import CONFIG, INDEX, is_file, listed, read_index
 from ligermodels.checkpoints_convert.hf import Checkpoint, TensorInfo, open_checkpoint
 from ligermodels.checkpoints_convert.safetensors_file import DTYPE_NAMES, DTYPES, read_header, write_safetensors
 from ligermodels.checkpoints_convert.save import index_of, own_shards, parse_size, plan_shards, to_json, write_bytes
@@ -297,7 +297,7 @@ class WorkFolder:
 def _plan_in(folder: Path) -> str | None:
     """What the plan of a run in ``folder`` says; None if there is none, or a file of that name that no run wrote."""
     path = folder / _PLAN
-    if not path.is_file() or path.stat().st_size > 100:
+    if not is_file(path) or path.stat().st_size > 100:
         return None
     text = path.read_text(errors="replace")
     return text if _OURS.fullmatch(text) else None

@@ -996,7 +996,7 @@ def test_targets_that_are_no_plain_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     check_same_model(source, convert(source, ".", to="hf"))
     (tmp_path / "nothing").symlink_to(tmp_path / "nowhere")
-    for target in ("x" * 300, "a\0b", "/", tmp_path / "nothing"):
+    for target in ("x" * 300, "x" * 250, "a\0b", "/", tmp_path / "nothing"):
         with pytest.raises(CheckpointError):
             convert(source, target, to="hf")
 
