@@ -20,7 +20,7 @@ class GraphedStep:
     """``loss = step(input_ids=ids, labels=labels)``: one update of ``model`` by ``optimizer``; loss () on the device.
 
     The first ``warmup`` calls run eagerly (on a stream of their own, as capture wants it) and are real updates; the
-    next call captures, and from then on steps are replayed, with the bits that eager steps would give.
+    next call captures, and from then on steps are replayed, with the bits of eager steps whose rates are fp32 tensors.
 
     optimizer: ``capturable=True`` (torch.optim.AdamW(fused=True, capturable=True), AdamWInBackward). Its learning rates
         become tensors on the device, which schedulers of torch and ``set_lr`` write to; a rate that is a plain number
