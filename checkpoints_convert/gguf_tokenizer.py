@@ -86,6 +86,10 @@ def _read_templates(path: Path, metadata: dict) -> str | list[dict[str, str]] | 
             raise CheckpointError(f"{path}: the chat template {name!r} must be a text, found {type(template).__name__}")
         if not is_template_name(name):
             raise CheckpointError(f"{path}: {_TEMPLATE}.{name} names a template {name!r}, which is no plain name")
+    listed = metadata.get(f"{_TEMPLATE}s")
+    lost = sorted({str(name) for name in listed} - found.keys()) if isinstance(listed, list) else []
+    if lost:
+        warnings.warn(f"{path}: {_TEMPLATE}s lists {', '.join(lost)}, but the file has no such template", stacklevel=2)
     if found.keys() <= {"default"}:
         return found.get("default")
     return [{"name": name, "template": template} for name, template in found.items()]

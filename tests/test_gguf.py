@@ -65,8 +65,8 @@ def write_gguf(
     writer.add_rope_freq_base(tokenizer.pop("theta", 5e5))
     writer.add_layer_norm_rms_eps(1e-5)
     for key, value in keys:
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
-        add(key, value)
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+        add[type(value)](key, value)
     tokenizer = {"model": "gpt2", "pre": "gpt-2", "tokens": list(BYTES), "merges": ["h e", "he l"]} | tokenizer
     writer.add_tokenizer_model(tokenizer["model"])
     writer.add_tokenizer_pre(tokenizer["pre"])
@@ -794,6 +794,13 @@ def test_named_chat_templates_there_and_back(tmp_path, how):
     back = convert(file, tmp_path / "back", to="hf")
     assert ligermodels.Tokenizer.from_pretrained(back).chat_templates == NAMED
     assert pytest.importorskip("transformers").AutoTokenizer.from_pretrained(back).chat_template == NAMED
+
+
+def test_a_template_that_is_only_listed_is_told(tmp_path):
+    file = write_gguf(tmp_path / "a.gguf", weights(True, 258), tokens=BPE_TOKENS,
+                      keys=[("tokenizer.chat_templates", ["rag"])])  # fmt: skip
+    with pytest.warns(UserWarning, match=r"a\.gguf: tokenizer\.chat_templates lists rag, but the file has no such"):
+        convert(file, tmp_path / "out", to="hf")
 
 
 @pytest.mark.parametrize("name, value", [(".../up", "x"), ("", 3), (".tool_use", 3)])
