@@ -2,8 +2,8 @@
 
 Nothing is allocated but the tensors and small staging buffers. To the CPU without a cast a tensor can be a map of its
 file (copy on write). Else threads read it in chunks with plain ``readinto``, straight into its memory, or through a
-buffer where it is cast, dequantised or sent to a GPU: there each thread has two pinned buffers and a stream of its own,
-so that one buffer is read into while the other drains.
+buffer where it is cast or dequantised. On the way to a GPU the chunks go round a ring of pinned buffers: threads fill
+them, the calling thread sends each on, in order and on its own stream, as soon as it is full.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
@@ -25,9 +24,10 @@ from ligermodels.checkpoints_convert.files import open_file
 from ligermodels.checkpoints_convert.safetensors_file import memory
 from ligermodels.errors import CheckpointError
 
-CHUNK = 4 << 20  # what one thread reads at a time; a buffer of it is small, and system calls do not show beside it
+CHUNK = 8 << 20  # what one thread reads at a time: Python's share of a chunk (some 50 us) must not show beside it
 _READ = 1 << 30  # one read() moves less than 2 GiB on Linux, and fails above it on macOS
-THREADS = 16  # at most; one core copies some 5-10 GB/s out of the page cache, a GPU takes 50
+THREADS = 16  # at most; one core copies some 5-10 GB/s out of the page cache, 16 about 40, a GPU takes 50
+_SPARE = 4  # buffers of the ring beyond one a thread: full ones that wait for their turn, or are on their way
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,16 @@ def stream_tensors(
     """
     maps: dict[Path, torch.UntypedStorage] = {}
     taken: set[int] = set()
-    pending: deque[tuple[str, torch.Tensor, list[Future]]] = deque()
+    pending: deque[tuple[str, torch.Tensor, list]] = deque()
     in_work = 0
-    with _Readers(device) as readers:
+    with (_Ring if device.type == "cuda" else _Readers)(device) as readers:
         for name, info in wanted:
             target = dtype or info.dtype
             if mapped and device.type == "cpu" and _can_be_mapped(info, target):
                 pending.append((name, _map(info, maps, taken, name), []))
             else:
                 # The device is spelt out: the caller may be under torch.device("meta").
-                tensor = torch.empty(info.shape, dtype=target, device=readers.device)
+                tensor = torch.empty(info.shape, dtype=target, device=device)
                 pending.append((name, tensor, readers.submit(info, tensor.view(-1), name)))
             in_work += pending[-1][1].nbytes
             while pending and in_work > ahead:
@@ -179,31 +179,88 @@ def fill(file: BinaryIO, start: int, tensor: torch.Tensor, name: str) -> None:
         done += count
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """``count`` numbers of ``info``, from byte ``start`` of its file on (of a tensor in memory: from number ``start``
+    on), and their place; ``scales`` (blocks of rows, blocks of columns) for fp8."""
+
+    name: str
+    info: TensorInfo
+    start: int
+    count: int
+    target: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.scales is not None else self.info.dtype
+
+    def put(self, numbers: torch.Tensor) -> None:
+        """Their values, cast or scaled, into their place. From pinned memory to a GPU nothing waits."""
+        device = self.target.device
+        if self.scales is not None:
+            numbers = self._scaled(numbers.to(device, non_blocking=True))
+        elif numbers.dtype != self.target.dtype:  # a cast on the way would run on the host in pageable memory
+            numbers = numbers.to(device, non_blocking=True)
+        self.target.copy_(numbers, non_blocking=True)
+
+    def _scaled(self, raw: torch.Tensor) -> torch.Tensor:
+        """fp8 numbers, each times the scale of its block, in fp32."""
+        rows, columns = self.info.shape
+        scaled, scales = self.info.scaled, self.scales
+        assert scaled is not None and scales is not None
+        block_rows = torch.arange(scaled.first_row, scaled.first_row + rows, device="cpu") // scaled.block[0]
+        wide = scales[block_rows].to(raw.device).repeat_interleave(scaled.block[1], 1)[:, :columns]  # (rows, columns)
+        return (raw.view(rows, columns).float() * wide).view(-1)
+
+
+def _chunks(info: TensorInfo, target: torch.Tensor, name: str) -> Iterator[_Chunk]:
+    """A tensor, whose values go to ``target`` (flat), cut into chunks."""
+    done = 0
+    for part in info.parts or (info,):
+        if part.parts:
+            raise CheckpointError(f"tensor {name} is joined from parts that are joined themselves")
+        count = prod(part.shape)
+        flat = target[done : done + count]
+        if part.scaled is not None:
+            scale = stream_tensors([(name, part.scaled.scale)], dtype=torch.float32, device=torch.device("cpu"))
+            matrix = next(scale)[1].view(-1, part.scaled.columns(part.shape[1]))
+            step = max(1, CHUNK // 4 // max(1, part.shape[1]))  # their fp32 values take four times as much
+            for row in range(0, part.shape[0], step):
+                some = part.rows(row, min(row + step, part.shape[0]))
+                begin, size = row * part.shape[1], prod(some.shape)
+                yield _Chunk(name, some, some.start, size, flat[begin : begin + size], matrix)
+        else:
+            if part.data is not None:
+                part, first, width = replace(part, data=part.data.reshape(-1), dtype=part.data.dtype), 0, 1
+            else:
+                first, width = part.start, part.dtype.itemsize
+            step = CHUNK // part.dtype.itemsize
+            for begin in range(0, count, step):
+                place = flat[begin : begin + step]
+                yield _Chunk(name, part, first + begin * width, place.numel(), place)
+        done += count
+
+
 class _Mine(threading.local):
-    """What one reading thread has: an open file, its buffers (on CUDA two, with events that say when each is free)."""
+    """What one reading thread has: an open file and, where numbers change on their way, a buffer."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
         self.file: BinaryIO | None = None
-        self.buffers: list[torch.Tensor | None] = [None, None]
-        self.events: list[torch.cuda.Event | None] = [None, None]
-        self.stream: torch.cuda.Stream | None = None
-        self.turn = 0
+        self.buffer: torch.Tensor | None = None
 
 
 class _Readers:
     """Threads that fill tensors chunk by chunk."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.cuda = device, device.type == "cuda"
-        if self.cuda and device.index is None:  # the threads would take another one for the current
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = {"cuda": THREADS, "cpu": THREADS // 2}.get(device.type, 1)
-        self.pool = ThreadPoolExecutor(min(threads, cores), "ligermodels-read")
+        self.threads = min({"cuda": THREADS, "cpu": THREADS // 2}.get(device.type, 1), cores)
+        self.pool = ThreadPoolExecutor(self.threads, "ligermodels-read")
         self.mine = _Mine()
         self.files: list[BinaryIO] = []
-        self.streams: list[torch.cuda.Stream] = []
 
     def __enter__(self) -> _Readers:
         return self
@@ -212,112 +269,96 @@ class _Readers:
         self.pool.shutdown(wait=True, cancel_futures=True)
         for file in self.files:
             file.close()
-        for stream in self.streams:  # after an error copies may be under way into memory that is free already
-            torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def submit(self, info: TensorInfo, target: torch.Tensor, name: str) -> list[Future]:
         """Begin to fill ``target`` (flat). On the meta device there is nothing to fill."""
         if self.device.type == "meta":
             return []
-        ready = None
-        if self.cuda:  # its memory may still be in use by what the current stream was asked for before
-            ready = torch.cuda.current_stream(self.device).record_event()
-        futures: list[Future] = []
-        done = 0
-        for part in info.parts or (info,):
-            count = prod(part.shape)
-            works = self._works(part, target[done : done + count], name)
-            futures += [self.pool.submit(self._run, work, ready) for work in works]
-            done += count
-        return futures
+        return [self.pool.submit(self._work, chunk) for chunk in _chunks(info, target, name)]
 
     def finish(self, name: str, tensor: torch.Tensor, futures: list[Future]) -> tuple[str, torch.Tensor]:
         for future in futures:
-            event = future.result()
-            if event is not None:
-                torch.cuda.current_stream(self.device).wait_event(event)
+            future.result()
         return name, tensor
-
-    def _works(self, info: TensorInfo, target: torch.Tensor, name: str) -> Iterator[Callable[[], None]]:
-        """The chunks of a tensor that is not joined, as calls."""
-        if info.parts:
-            raise CheckpointError(f"tensor {name} is joined from parts that are joined themselves")
-        if info.data is not None:
-            yield partial(self._move, info.data.reshape(-1), target)
-        elif info.scaled is not None:
-            scale = stream_tensors([(name, info.scaled.scale)], dtype=torch.float32, device=torch.device("cpu"))
-            matrix = next(scale)[1].view(-1, info.scaled.columns(info.shape[1]))
-            step = max(1, CHUNK // 4 // max(1, info.shape[1]))  # their fp32 values take four times as much
-            for row in range(0, info.shape[0], step):
-                part = info.rows(row, min(row + step, info.shape[0]))
-                begin = row * info.shape[1]
-                yield partial(self._scale, part, matrix, target[begin : begin + prod(part.shape)], name)
-        else:
-            width = info.dtype.itemsize
-            straight = self.device.type == "cpu" and info.dtype == target.dtype
-            for number, part in enumerate(target.split(CHUNK // width)):
-                work = self._read if straight else self._convert
-                yield partial(work, info, info.start + number * CHUNK, part, name)
 
     # ------------------------------------------------------------------ what follows runs in a thread of the pool
 
-    def _run(self, work: Callable[[], None], ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        if not self.cuda:
-            work()
-            return None
-        mine = self.mine
-        if mine.stream is None:
-            mine.stream = torch.cuda.Stream(self.device)
-            self.streams.append(mine.stream)
-        with torch.cuda.stream(mine.stream):
-            mine.stream.wait_event(ready)
-            work()
-            event = mine.stream.record_event()
-        mine.events[mine.turn] = event
-        return event
+    def _work(self, chunk: _Chunk) -> None:
+        if self.device.type == "cpu" and chunk.info.data is None and chunk.dtype == chunk.target.dtype:
+            self._read(chunk, chunk.target)
+        elif chunk.info.data is not None:
+            chunk.put(chunk.info.data[chunk.start : chunk.start + chunk.count])
+        else:
+            mine, size = self.mine, chunk.count * chunk.dtype.itemsize
+            if mine.buffer is None or len(mine.buffer) < size:
+                mine.buffer = torch.empty(max(size, CHUNK), dtype=torch.uint8, device="cpu")
+            chunk.put(self._read(chunk, mine.buffer[:size].view(chunk.dtype)))
 
-    def _read(self, info: TensorInfo, start: int, target: torch.Tensor, name: str) -> None:
+    def _read(self, chunk: _Chunk, numbers: torch.Tensor) -> torch.Tensor:
+        """The numbers as they are stored, in ``numbers`` (CPU), which is returned."""
+        if chunk.info.data is not None:
+            return numbers.copy_(chunk.info.data[chunk.start : chunk.start + chunk.count])
         mine = self.mine
-        if mine.path != info.file:
+        if mine.path != chunk.info.file:
             if mine.file is not None:
                 mine.file.close()
-            mine.file, mine.path = open_file(info.file), info.file
+            mine.file, mine.path = open_file(chunk.info.file), chunk.info.file
             self.files.append(mine.file)
-        fill(mine.file, start, target, name)  # type: ignore[arg-type]
-
-    def _staged(self, info: TensorInfo, start: int, count: int, dtype: torch.dtype, name: str) -> torch.Tensor:
-        """``count`` numbers of the file, in a buffer of this thread; valid until the second call from now."""
-        mine, size = self.mine, count * dtype.itemsize
-        mine.turn = 1 - mine.turn if self.cuda else 0
-        busy = mine.events[mine.turn]
-        if busy is not None:
-            busy.synchronize()  # the copy that last used this buffer has left it
-        buffer = mine.buffers[mine.turn]
-        if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(max(size, CHUNK), dtype=torch.uint8, device="cpu", pin_memory=self.cuda)
-            mine.buffers[mine.turn] = buffer
-        numbers = buffer[:size].view(dtype)
-        self._read(info, start, numbers, name)
+        fill(mine.file, chunk.start, numbers, chunk.name)  # type: ignore[arg-type]
         return numbers
 
-    def _convert(self, info: TensorInfo, start: int, target: torch.Tensor, name: str) -> None:
-        self._move(self._staged(info, start, target.numel(), info.dtype, name), target)
 
-    def _move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        if source.dtype != target.dtype:  # a cast on the way would run on the host in pageable memory
-            source = source.to(self.device, non_blocking=self.cuda)
-        target.copy_(source, non_blocking=self.cuda)
+class _Slot:
+    """A buffer of the ring; ``sent`` is when the copy out of it will be done, ``read`` the chunk that is being read."""
 
-    def _scale(self, info: TensorInfo, scales: torch.Tensor, target: torch.Tensor, name: str) -> None:
-        """fp8 numbers, each times the scale of its block, in fp32."""
-        rows, columns = info.shape
-        scaled = info.scaled
-        assert scaled is not None
-        raw = self._staged(info, info.start, rows * columns, torch.float8_e4m3fn, name)
-        block_rows = torch.arange(scaled.first_row, scaled.first_row + rows) // scaled.block[0]
-        wide = scales[block_rows].to(self.device).repeat_interleave(scaled.block[1], 1)[:, :columns]  # (rows, columns)
-        values = raw.to(self.device, non_blocking=self.cuda).view(rows, columns).float()
-        target.copy_((values * wide).view(-1))
+    def __init__(self) -> None:
+        self.buffer: torch.Tensor | None = None
+        self.sent: torch.cuda.Event | None = None
+        self.read: tuple[_Chunk, Future] | None = None
+
+
+class _Ring(_Readers):
+    """Threads that fill pinned buffers, whose content the calling thread sends on, in order, on its current stream.
+
+    So what the stream did before with the memory of a new tensor is over, and what it does next finds the tensor whole.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.pinned = device.type == "cuda"  # on the CPU, where tests run it, there is nothing to pin or to wait for
+        self.slots = [_Slot() for _ in range(self.threads + _SPARE)]
+        self.begun = self.done = 0  # chunks given to the threads, and chunks sent on
+
+    def submit(self, info: TensorInfo, target: torch.Tensor, name: str) -> list[int]:
+        for chunk in _chunks(info, target, name):
+            if self.begun - self.done == len(self.slots):
+                self._send()
+            slot = self.slots[self.begun % len(self.slots)]
+            slot.read = chunk, self.pool.submit(self._fill, slot, chunk)
+            self.begun += 1
+        return [self.begun]
+
+    def finish(self, name: str, tensor: torch.Tensor, upto: list[int]) -> tuple[str, torch.Tensor]:
+        while any(self.done < number for number in upto):
+            self._send()
+        return name, tensor
+
+    def _send(self) -> None:
+        """The oldest chunk goes on its way."""
+        slot = self.slots[self.done % len(self.slots)]
+        chunk, future = slot.read  # type: ignore[misc]
+        chunk.put(future.result())
+        if self.pinned:
+            slot.sent = torch.cuda.current_stream(self.device).record_event(slot.sent)
+        self.done += 1
+
+    def _fill(self, slot: _Slot, chunk: _Chunk) -> torch.Tensor:  # in a thread of the pool
+        if slot.sent is not None:
+            slot.sent.synchronize()  # the copy that last used this buffer has left it
+        size = chunk.count * chunk.dtype.itemsize
+        if slot.buffer is None or len(slot.buffer) < size:
+            slot.buffer = torch.empty(max(size, CHUNK), dtype=torch.uint8, device="cpu", pin_memory=self.pinned)
+        return self._read(chunk, slot.buffer[:size].view(chunk.dtype))
 
 
 # -------------------------------------------------------------------------------------------------------- comparing

@@ -81,10 +81,20 @@ def test_reading_under_the_meta_device_still_gives_data(folder):
     assert same(read, some_tensors())
 
 
+@pytest.mark.parametrize("target", [None, torch.bfloat16])
+def test_the_ring_of_buffers_for_a_gpu(folder, monkeypatch, target):
+    """On the CPU: what it does there, it does with pinned buffers and copies that nobody waits for."""
+    monkeypatch.setattr(reading, "_Readers", reading._Ring)
+    monkeypatch.setattr(reading, "CHUNK", 512)  # several times round
+    for ahead in (0, 1 << 20):
+        read = dict(open_checkpoint(folder).stream(dtype=target, ahead=ahead))
+        assert same(read, {n: t.to(target or t.dtype) for n, t in some_tensors().items()})
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
 def test_reads_straight_to_cuda(folder, monkeypatch, target):
-    monkeypatch.setattr(reading, "CHUNK", 512)  # many turns of both buffers
+    monkeypatch.setattr(reading, "CHUNK", 512)  # many turns of the ring
     read = dict(open_checkpoint(folder).stream(dtype=target, device="cuda"))
     assert all(tensor.is_cuda for tensor in read.values())
     assert same({n: t.cpu() for n, t in read.items()}, {n: t.to(target) for n, t in some_tensors().items()})
