@@ -296,6 +296,11 @@ def test_pretrain_leaves_broken_lines_out_and_resumes_with_the_tokenizer_it_bega
         ("finetune.py", ("--data", "{tmp}/good.jsonl", "--lora", 4, "--lora-targets", "qproj"), "qproj is no Linear"),
         ("finetune.py", ("--data", "{tmp}/good.jsonl", "--steps", 0), "steps must be at least 1"),
         ("finetune.py", ("--data", "{tmp}/good.jsonl", "--merge"), "--merge is for adapters"),
+        (
+            "finetune.py",
+            ("--data", "{tmp}/good.jsonl", "--lora", 0),
+            "rank must be a whole number of at least 1, found 0",
+        ),
         ("pretrain.py", ("--data", "{tmp}/good.jsonl", "--config", "{tmp}/bad.jsonl"), "bad.jsonl"),
         ("pretrain.py", ("--data", "{tmp}/good.jsonl", "--vocab", 256), "--vocab must be at least 257"),
         ("pretrain.py", ("--data", "{tmp}/good.jsonl", "--vocab", 300, "--schedule", "wsd", "--decay", 2000), "decay"),

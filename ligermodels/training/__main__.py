@@ -56,7 +56,7 @@ def arguments(given: Sequence[str] | None, prog: str | None) -> argparse.Namespa
 
 
 def finetune(args: argparse.Namespace) -> None:
-    if args.merge and not args.lora:
+    if args.merge and args.lora is None:
         raise LigerError("--merge is for adapters: give --lora too")
     torch.manual_seed(args.seed)
     folder = args.model if Path(args.model).exists() else download(args.model)
@@ -95,10 +95,10 @@ def run(args: argparse.Namespace, model: CausalLM, tokenizer: Tokenizer, write: 
     if args.eval_data:
         evaluation = list(itertools.islice(rows(args.eval_data, epochs=1, shuffle=False), args.eval_batches))
 
-    if args.lora:
+    if args.lora is not None:
         add_lora(model, rank=args.lora, alpha=args.lora_alpha, targets=args.lora_targets, dropout=args.lora_dropout)
-    if args.fit_gib:
-        masters = args.dtype == "bfloat16" and args.master and not args.lora  # of adapters the parameters are fp32
+    if args.fit_gib is not None:
+        masters = args.dtype == "bfloat16" and args.master and args.lora is None  # of adapters the parameters are fp32
         state = {"state_bytes": 16.0} if masters else {}
         model.fit_memory(args.fit_gib, args.batch, args.seq, accumulation=args.accumulation, **state)
 
