@@ -227,6 +227,9 @@ GLU_SHAPES = [(128, 128, 64, 8, 8, 3), (128, 128, 64, 8, 8, 2), (64, 128, 64, 8,
 GRAD_SHAPES = [(128, 256, 64, 8, 8, 3), (128, 128, 64, 8, 4, 3), (128, 128, 64, 8, 8, 4), (256, 128, 64, 8, 8, 3)]
 FEW_SHAPES = [(16, 32, 128, 1, 4, 4), (16, 64, 128, 1, 4, 4), (16, 64, 128, 1, 4, 3), (16, 32, 256, 1, 4, 3),
               (16, 16, 256, 1, 2, 4), (16, 128, 64, 1, 4, 4), (16, 32, 64, 1, 2, 6)]
+TMA = (*ROWS[:5], "PERSIST", "num_stages")
+TMA_SHAPES = [(128, 256, 64, 8, 8, True, 3), (128, 256, 64, 8, 8, False, 3), (128, 256, 64, 8, 8, False, 4)]
+TMA_GLU_SHAPES = [(m, n // 2, *rest) for m, n, *rest in TMA_SHAPES]
 # fmt: on
 
 
@@ -262,8 +265,13 @@ class Notes:
 def tune_rows(note: Notes, what: str, a: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> None:
     flop = 2.0 * a.numel() * weight.shape[1]
     what = f"{what} {len(a)}x{a.shape[1]}x{weight.shape[1]}"
-    true = products.rows_by_group(a, weight, ends) if products.use_torch(len(a), weight) else None
+    true = F.grouped_mm(a, weight.transpose(1, 2), offs=ends) if products.use_torch(len(a), weight) else None
     note(what, "as chosen", flop, "FLOP", lambda: products.rows_by_group(a, weight, ends), true)
+    if true is not None:
+        note(what, "torch", flop, "FLOP", lambda: F.grouped_mm(a, weight.transpose(1, 2), offs=ends), true)
+    if products.use_tma(len(a), weight):
+        by_tma = functools.partial(products.tma_rows, a, weight, ends)
+        note.all(f"{what}, TMA", TMA, TMA_SHAPES, flop, "FLOP", lambda config: by_tma(config=config)[0], true)
     run = functools.partial(products.rows_by_group, a, weight, ends)
     note.all(what, ROWS, ROWS_SHAPES, flop, "FLOP", lambda config: run(config=config), true)
 
@@ -282,6 +290,9 @@ def tune_glu(note: Notes, what: str, x, gate_up, experts, shapes: list, amount: 
     order, _, ends = sort_by_expert(experts, e)
     run = functools.partial(products.rows_by_group, x, gate_up, ends, order=order, times=k, glu=True)
     note.all(what, ROWS, shapes, amount, unit, lambda config: run(config=config))
+    if products.use_tma(len(order), gate_up, glu=True):
+        run = functools.partial(products.tma_rows, x, gate_up, ends, order=order, times=k, glu=True)
+        note.all(f"{what}, TMA", TMA, TMA_GLU_SHAPES, amount, unit, lambda config: run(config=config)[0])
 
 
 def tune(note: Notes) -> None:

@@ -9,11 +9,16 @@ byte of its weight. (In ``weight_grad`` its gradient is filled with zeros.)
 FLOPs for M rows in all, N and K columns: 2·M·N·K each. Bytes for elements of s bytes: (M·K + M·N + busy·N·K)·s, where
 busy counts the groups that have rows: with few rows (decoding) that is all there is to the time.
 
-Whose product it is: torch's grouped product (CUTLASS, warp-specialised) where it is right and fast, which is bf16 on
-compute capability 9 with rows enough; the Triton kernels below for all else: fp32 (exact, no TF32), fp16, other GPUs,
-odd sizes, and few rows, where small tiles read each busy weight once. All accumulate in fp32, in one order, and round
-once: the same bits in every run. In fp32 itself what each addition of 16 products loses is carried over to the next
-(Kahan, 1965): the error does not grow with K, so it is no matter into how many partial sums cuBLAS would divide it.
+Whose product it is, for bf16 on Hopper: with many rows and sizes that its tiles divide ``tma_rows``, whose operands the
+tensor memory accelerator fetches; else, and for the gradients of weights, torch's grouped product (CUTLASS,
+warp-specialised) if there are rows enough. The plain Triton kernels do all else: fp32 (exact, no TF32), fp16, other
+GPUs, odd sizes, and few rows, where small tiles read each busy weight once. On an H200 and for 16,384 tokens
+``tma_rows`` needed 5 to 9 % less time than torch's for Qwen3-30B-A3B and 1.5 to 3 % less for Mixtral, and it can take
+gather and swiglu in; for the gradients of weights no tile shape of ours gained 1 % of a layer's time.
+
+All accumulate in fp32, in one order, and round once: the same bits in every run. In fp32 itself what each addition of
+16 products loses is carried over to the next (Kahan, 1965): the error does not grow with K, so it is no matter into how
+many partial sums cuBLAS would divide it.
 """
 
 from __future__ import annotations
@@ -24,9 +29,16 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels.kernels._dispatch import INTERPRETED, tl, triton
-from ligermodels.kernels._launch import cdiv, on_device_of, power_of_two
+from ligermodels.kernels._launch import cdiv, multiprocessors, on_device_of, power_of_two
 from ligermodels.kernels.glu import _activation
 
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # no Triton on this system
+    TensorDescriptor = None
+
+TMA = True  # False: torch's grouped product wherever tma_rows would be taken
+_MANY = 128  # rows a group, on average, from which on tma_rows pays: the rows of one of its tiles
 _FEW = 32  # rows a group, on average, up to which torch's tiles (64 rows and more) would mostly multiply nothing
 
 
@@ -50,6 +62,17 @@ def grad_config(itemsize: int) -> dict[str, int]:
     if itemsize == 4:
         return dict(BLOCK_N=64, BLOCK_K=64, BLOCK_R=16, GROUP=8, num_warps=4, num_stages=3)
     return dict(BLOCK_N=128, BLOCK_K=256, BLOCK_R=64, GROUP=8, num_warps=8, num_stages=3)
+
+
+def tma_config(n_k: int, glu: bool, gather: bool, keep: bool) -> dict[str, int]:
+    """Launch shape of ``_tma_kernel``, as measured on an H200.
+
+    Where programs persist, loads for the next tile overlap with the store of the last. Long sums gain nothing by that,
+    and gathered rows whose gates are not stored gain more by a fourth stage, for which there is then room.
+    """
+    persist = (keep or not gather) if glu else n_k < 8192
+    shape = dict(BLOCK_M=128, BLOCK_N=128 if glu else 256, BLOCK_K=64, GROUP_M=8, num_warps=8)
+    return dict(shape, PERSIST=persist, num_stages=4 if glu and not persist else 3)
 # fmt: on
 
 
@@ -175,6 +198,93 @@ def _grad_kernel(
     tl.store(dw, total.to(dw_ptr.dtype.element_ty), mask=(cols < n_cols)[:, None] & (ks < n_k)[None, :])
 
 
+@triton.jit
+def _tiles_kernel(ends_ptr, table_ptr, n_groups, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr):
+    """How many row tiles there are, then of each: group, first row, row behind the group's last. A program a group."""
+    group = tl.program_id(0)
+    ids = tl.arange(0, BLOCK_E)
+    known = ids < n_groups
+    ends = tl.load(ends_ptr + ids, mask=known, other=0)
+    starts = tl.load(ends_ptr + ids - 1, mask=known & (ids > 0), other=0)
+    tiles = tl.where(known, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
+    before = tl.sum(tl.where(ids < group, tiles, 0), 0)
+    own = tl.sum(tl.where(ids == group, tiles, 0), 0)
+    start = tl.sum(tl.where(ids == group, starts, 0), 0)
+    end = tl.sum(tl.where(ids == group, ends, 0), 0)
+    for tile in range(0, own, BLOCK_T):
+        at = tile + tl.arange(0, BLOCK_T)
+        entry = table_ptr + 1 + 3 * (before + at)
+        tl.store(entry, group, mask=at < own)
+        tl.store(entry + 1, start + at * BLOCK_M, mask=at < own)
+        tl.store(entry + 2, end, mask=at < own)
+    if group == 0:
+        tl.store(table_ptr, tl.sum(tiles, 0))
+
+
+@triton.jit
+def _tma_tile(
+    a, w, y_ptr, both_ptr, order_ptr, table_ptr, tile, n_m, n_cols, n_k, a_row,
+    GATHER: tl.constexpr, GLU: tl.constexpr, KEEP: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    row_tile, column = _swizzle(tile, n_m, n_cols // BLOCK_N, GROUP_M)
+    entry = table_ptr + 1 + 3 * row_tile
+    group, first, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    rows = first + tl.arange(0, BLOCK_M)
+    col = column * BLOCK_N
+    if GATHER > 0:
+        source = tl.load(order_ptr + tl.minimum(rows, end - 1)) // GATHER
+        at = a + source.to(tl.int64)[:, None] * a_row + tl.arange(0, BLOCK_K)[None, :]
+    WIDTH: tl.constexpr = 2 * BLOCK_N if GLU else BLOCK_N
+    total = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    for k in range(0, n_k, BLOCK_K):
+        # without GATHER also rows of the next group: each row is a sum of its own, and theirs are not stored
+        left = tl.load(at + k) if GATHER > 0 else a.load([first, k])
+        if GLU:  # the same columns of gate and of up
+            right = w.load([2 * group, col, k]).reshape(WIDTH, BLOCK_K).T
+        elif TRANSPOSED:
+            right = w.load([group * n_k + k, col])
+        else:
+            right = w.load([group * n_cols + col, k]).T
+        total = tl.dot(left, right, total)
+    dtype = y_ptr.dtype.element_ty
+    cols = (col + tl.arange(0, BLOCK_N))[None, :]
+    at_row = rows.to(tl.int64)[:, None]
+    mask = (rows < end)[:, None]
+    if GLU:
+        gate, up = tl.split(total.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1))
+        gate, up = gate.to(dtype), up.to(dtype)
+        if KEEP:
+            both = both_ptr + at_row * (2 * n_cols) + cols
+            tl.store(both, gate, mask=mask)
+            tl.store(both + n_cols, up, mask=mask)
+        value, _ = _activation(gate.to(tl.float32), 0, False)
+        total = value * up.to(tl.float32)
+    tl.store(y_ptr + at_row * n_cols + cols, total.to(dtype), mask=mask)
+
+
+@triton.jit
+def _tma_kernel(
+    a, w, y_ptr, both_ptr, order_ptr, table_ptr, n_cols, n_k, a_row,
+    GATHER: tl.constexpr, GLU: tl.constexpr, KEEP: tl.constexpr, TRANSPOSED: tl.constexpr, PERSIST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    n_m = tl.load(table_ptr)
+    tiles = n_m * (n_cols // BLOCK_N)
+    if PERSIST:
+        tl.assume(n_k > 0)
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+            _tma_tile(
+                a, w, y_ptr, both_ptr, order_ptr, table_ptr, tile, n_m, n_cols, n_k, a_row,
+                GATHER, GLU, KEEP, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+            )  # fmt: skip
+    elif tl.program_id(0) < tiles:
+        _tma_tile(
+            a, w, y_ptr, both_ptr, order_ptr, table_ptr, tl.program_id(0), n_m, n_cols, n_k, a_row,
+            GATHER, GLU, KEEP, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+        )  # fmt: skip
+
+
 @functools.cache
 def _has_torch_kernel(index: int) -> bool:
     # On other GPUs than Hopper torch loops over the groups and waits for the host, or has been reported wrong for
@@ -193,6 +303,29 @@ def use_torch(rows: int, weight: torch.Tensor) -> bool:
         and k % 8 == 0
         and weight.data_ptr() % 16 == 0
         and _has_torch_kernel(weight.get_device())
+    )
+
+
+@functools.cache
+def _is_hopper(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) == (9, 0)
+
+
+def use_tma(rows: int, weight: torch.Tensor, *, glu: bool = False) -> bool:
+    """Whether ``tma_rows`` takes it; ``weight`` (E, N, K), contiguous or the transpose of one that is."""
+    groups, n, k = weight.shape
+    return (
+        TMA
+        and TensorDescriptor is not None
+        and weight.is_cuda
+        and weight.dtype == torch.bfloat16
+        and rows >= _MANY * groups
+        and n % 256 == 0  # glu: the tile's 128 columns of gate and of up
+        and k % 64 == 0
+        and k > 0
+        and weight.data_ptr() % 16 == 0
+        and (weight.is_contiguous() or (not glu and weight.transpose(1, 2).is_contiguous()))
+        and _is_hopper(weight.get_device())
     )
 
 
@@ -218,8 +351,11 @@ def rows_by_group(
     """
     rows = a.shape[0] if order is None else order.shape[0]
     groups, n, k = weight.shape
-    if config is None and order is None and not glu and use_torch(rows, weight):
-        return F.grouped_mm(a, weight.transpose(1, 2), offs=ends)
+    if config is None and order is None and not glu:
+        if use_tma(rows, weight):
+            return tma_rows(a, weight, ends)[0]
+        if use_torch(rows, weight):
+            return F.grouped_mm(a, weight.transpose(1, 2), offs=ends)
     n //= 1 + glu
     y = torch.empty(rows, n, dtype=a.dtype, device=a.device)
     if y.numel() == 0:
@@ -236,6 +372,61 @@ def rows_by_group(
             PRECISION=_precision(a.dtype), BLOCK_E=power_of_two(max(groups, 2)), **c,
         )  # fmt: skip
     return y
+
+
+def tma_rows(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    order: torch.Tensor | None = None,
+    times: int = 0,
+    glu: bool = False,
+    keep: bool = False,
+    config: dict[str, int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rows_by_group`` where ``use_tma`` says so; with ``glu`` and ``keep`` also the (M, 2N) gate and up, else empty.
+
+    ``a`` starts at a multiple of 16 bytes. ``config``: a launch shape in place of the chosen one.
+    """
+    gather = order is not None
+    a = a if a.stride(1) == 1 and (gather or a.is_contiguous()) else a.contiguous()
+    rows = order.shape[0] if gather else a.shape[0]
+    groups, n, k = weight.shape
+    n //= 1 + glu
+    transposed = not weight.is_contiguous()
+    y = torch.empty(rows, n, dtype=a.dtype, device=a.device)
+    both = torch.empty(rows if keep else 0, 2 * n, dtype=a.dtype, device=a.device)
+    if y.numel() == 0:
+        return y, both
+    c = config or tma_config(k, glu, gather, keep)
+    if INTERPRETED:
+        c = dict(c, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32)
+    block_m, block_n, block_k = c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"]
+    if glu:
+        w = _descriptor(weight.view(2 * groups, n, k), 2, block_n, block_k)
+    elif transposed:
+        w = _descriptor(weight.transpose(1, 2).view(-1, n), block_k, block_n)
+    else:
+        w = _descriptor(weight.view(-1, k), block_n, block_k)
+    tiles = (rows + min(rows, groups) * (block_m - 1)) // block_m  # at most, as in rows_by_group
+    table = torch.empty(1 + 3 * tiles, dtype=torch.int32, device=a.device)
+    programs = tiles * (n // block_n)
+    if c["PERSIST"]:
+        programs = min(programs, multiprocessors(a.device))
+    with on_device_of(a):
+        _tiles_kernel[(groups,)](
+            ends, table, groups, BLOCK_M=block_m, BLOCK_E=power_of_two(max(groups, 2)), BLOCK_T=32, num_warps=1
+        )
+        _tma_kernel[(programs,)](
+            a if gather else _descriptor(a, block_m, block_k), w, y, both if keep else y, order if gather else ends,
+            table, n, k, a.stride(0), GATHER=times, GLU=glu, KEEP=keep, TRANSPOSED=transposed, **c,
+        )  # fmt: skip
+    return y, both
+
+
+def _descriptor(tensor: torch.Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
 
 
 def weight_grad(

@@ -8,8 +8,8 @@ Shazeer et al. 2017; Jiang et al. 2024 (Mixtral). Nothing is dropped and no expe
 The M = N·k pairs of token and expert are sorted by expert (stable, by counting, on the device), so that each expert's
 rows lie together; the products are those of grouped_mm.py. Forward: the rows of x in sorted order, gate and up in one
 product, swiglu, down, and every token adds its k rows, which it finds through the inverse order, in fp32: no atomics,
-the same bits in every run. Without a gradient and for few tokens the first three steps are one kernel. The host never
-waits for the device.
+the same bits in every run. The first three steps are one kernel for few tokens without a gradient, and for many where
+``use_tma`` says so (but for large I the rows are sorted before). The host never waits for the device.
 
 Saved for backward: x and the (M, 2I) gate and up. Not saved, but built again: x in sorted order, the swiglu, and the
 (M, D) results of down, which only the gradient of the weights would need: with da = down[e]ᵀ·dout[t], unweighted,
@@ -31,10 +31,11 @@ from ligermodels.errors import LigerError
 from ligermodels.kernels._dispatch import register, tl, triton, use_triton
 from ligermodels.kernels._launch import cdiv, no_second_derivative, on_device_of, power_of_two
 from ligermodels.kernels.glu import _activation, _exp, swiglu_packed
-from ligermodels.kernels.grouped_mm import rows_by_group, use_torch, weight_grad
+from ligermodels.kernels.grouped_mm import rows_by_group, tma_rows, use_tma, use_torch, weight_grad
 
 _PAIRS = 16384  # comparisons of a program of the sort: pairs of a chunk times experts
 _BLOCK = 1024  # columns of a program that moves rows
+_NARROW = 1536  # I up to which gathering within the product costs less than gathering before it
 
 
 # ------------------------------------------------------------------------------------------------------------ routing
@@ -226,13 +227,15 @@ def sort_by_expert(experts: torch.Tensor, n_experts: int) -> tuple[torch.Tensor,
 
 
 @triton.jit
-def _gather_kernel(x_ptr, order_ptr, out_ptr, n_cols, x_row, TIMES: tl.constexpr, BLOCK: tl.constexpr):
+def _gather_kernel(x_ptr, position_ptr, out_ptr, n_cols, x_row, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Token by token: its row is read once and stored at its K places."""
     tiles = tl.cdiv(n_cols, BLOCK)
-    row = tl.program_id(0) // tiles
+    token = tl.program_id(0) // tiles
     cols = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
-    source = (tl.load(order_ptr + row) // TIMES).to(tl.int64)
-    values = tl.load(x_ptr + source * x_row + cols, mask=cols < n_cols)
-    tl.store(out_ptr + row.to(tl.int64) * n_cols + cols, values, mask=cols < n_cols)
+    values = tl.load(x_ptr + token.to(tl.int64) * x_row + cols, mask=cols < n_cols)
+    for j in tl.static_range(K):
+        row = tl.load(position_ptr + token * K + j).to(tl.int64)
+        tl.store(out_ptr + row * n_cols + cols, values, mask=cols < n_cols)
 
 
 @triton.jit
@@ -282,14 +285,14 @@ def _columns(n_cols: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": max(block // 256, 1)}
 
 
-def _gather(x: torch.Tensor, order: torch.Tensor, times: int) -> torch.Tensor:
-    """(M, D): row order[i] // times of x (N, D)."""
+def _gather(x: torch.Tensor, position: torch.Tensor, k: int) -> torch.Tensor:
+    """(M, D): the rows of x (N, D) in sorted order, each k times."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    rows, n_cols = order.shape[0], x.shape[1]
-    out = torch.empty(rows, n_cols, dtype=x.dtype, device=x.device)
+    tokens, n_cols = x.shape
+    out = torch.empty(position.shape[0], n_cols, dtype=x.dtype, device=x.device)
     shape = _columns(n_cols)
     with on_device_of(x):
-        _gather_kernel[(rows * cdiv(n_cols, shape["BLOCK"]),)](x, order, out, n_cols, x.stride(0), TIMES=times, **shape)
+        _gather_kernel[(tokens * cdiv(n_cols, shape["BLOCK"]),)](x, position, out, n_cols, x.stride(0), K=k, **shape)
     return out
 
 
@@ -358,14 +361,18 @@ def _mlp(
     order, position, ends = sort_by_expert(experts, n_experts)
     if order.shape[0] == 0:
         return torch.empty_like(x), x.new_empty(0, two_i), order, position, ends
-    if keep or use_torch(order.shape[0], gate_up):
-        both = rows_by_group(_gather(x, order, k), gate_up, ends)  # (M, 2I)
-        product = swiglu_packed(both)
-        both = both if keep else x.new_empty(0, two_i)
+    none = x.new_empty(0, two_i)
+    if use_tma(order.shape[0], gate_up, glu=True):
+        if two_i <= 2 * _NARROW:
+            product, both = tma_rows(x, gate_up, ends, order=order, times=k, glu=True, keep=keep)
+        else:
+            product, both = tma_rows(_gather(x, position, k), gate_up, ends, glu=True, keep=keep)
+    elif keep or use_torch(order.shape[0], gate_up):
+        both = rows_by_group(_gather(x, position, k), gate_up, ends)  # (M, 2I)
+        product, both = swiglu_packed(both), both if keep else none
     else:
-        both = x.new_empty(0, two_i)
         x = x if x.stride(1) == 1 else x.contiguous()
-        product = rows_by_group(x, gate_up, ends, order=order, times=k, glu=True)
+        product, both = rows_by_group(x, gate_up, ends, order=order, times=k, glu=True), none
     y = rows_by_group(product, down, ends)  # (M, D)
     return _combine(y, weights, position, k), both, order, position, ends
 
@@ -389,16 +396,16 @@ def _mlp_backward(
     if order.shape[0] == 0:
         return tuple(torch.zeros_like(t) if n else none for n, t in zip(need, (x, gate_up, down, weights), strict=True))
     need_x, need_gate_up, need_down, _ = need
-    dout = _gather(dout, order, k)  # (M, D)
+    dout = _gather(dout, position, k)  # (M, D)
     da = rows_by_group(dout, down.transpose(1, 2), ends)  # (M, I)
     rows = None
     if both.shape[0] == 0:  # not kept
-        rows = _gather(x, order, k)
+        rows = _gather(x, position, k)
         both = rows_by_group(rows, gate_up, ends)
     dboth, dweights, product = _glu_backward(da, both, weights, order)
     ddown = weight_grad(dout, product, ends) if need_down else none
     del dout, da, product, both
-    dgate_up = weight_grad(dboth, _gather(x, order, k) if rows is None else rows, ends) if need_gate_up else none
+    dgate_up = weight_grad(dboth, _gather(x, position, k) if rows is None else rows, ends) if need_gate_up else none
     dx = _combine(rows_by_group(dboth, gate_up.transpose(1, 2), ends), None, position, k) if need_x else none
     return dx, dgate_up, ddown, dweights
 

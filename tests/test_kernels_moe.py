@@ -10,6 +10,7 @@ from kernel_cases import (
     DEVICES,
     DTYPES,
     FUSED_DEVICES,
+    INTERPRETER,
     check_captures,
     check_compiles,
     check_exact,
@@ -22,9 +23,19 @@ from kernel_cases import (
 from ligermodels import LigerError
 from ligermodels.kernels import moe_mlp, moe_route
 from ligermodels.kernels._dispatch import INTERPRETED
-from ligermodels.kernels.grouped_mm import rows_by_group, rows_reference, weight_grad
+from ligermodels.kernels.grouped_mm import rows_by_group, rows_reference, tma_config, tma_rows, weight_grad
 from ligermodels.kernels.moe import moe_mlp_reference, sort_by_expert
 
+HOPPER = pytest.param(
+    "cuda",
+    id="hopper",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(
+            not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+        ),
+    ],
+)
 #            N   E  k   D   I
 SHAPES = [(1, 4, 2, 33, 17), (9, 3, 3, 16, 24), (20, 8, 2, 40, 24)]
 
@@ -181,6 +192,70 @@ def test_gathering_and_the_gate_inside_the_product_change_nothing(device):
     assert torch.allclose(fused, F.silu(gate) * up, rtol=1e-5, atol=1e-6)
 
 
+def tma_problem(device):
+    """(a, weight, ends): groups of no row, one row, one less than a tile, many rows, none, the rest."""
+    ends, n, k = ([0, 1, 32, 102, 102, 134], 64, 96) if device == "cpu" else ([0, 1, 128, 1128, 1128, 2000], 512, 320)
+    like = (torch.float16 if device == "cpu" else torch.bfloat16, device)
+    a = tensor(ends[-1], k, like=like, grad=False)
+    weight = tensor(len(ends), n, k, like=like, seed=1, grad=False) * k**-0.5
+    return a, weight, torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("persist", [True, False])
+@pytest.mark.parametrize("device", [INTERPRETER, HOPPER])
+def test_products_by_tma_are_as_exact_as_eager(device, persist):
+    a, weight, ends = tma_problem(device)
+    config = tma_config(a.shape[1], glu=False, gather=False, keep=False) | {"PERSIST": persist}
+
+    def product(a, w):
+        return tma_rows(a, w, ends, config=config)[0]
+
+    def reference(a, w):
+        return rows_reference(a, w, ends)
+
+    check_exact(product, reference, reference, [a, weight])
+    across = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(product(a, across), product(a, weight))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("persist", [True, False])
+@pytest.mark.parametrize("device", [INTERPRETER, HOPPER])
+def test_gathering_and_the_gate_by_tma_are_as_exact_as_eager(device, persist, keep):
+    a, weight, ends = tma_problem(device)
+    order = torch.randperm(len(a), generator=torch.Generator().manual_seed(0)).to(device=device, dtype=torch.int32)
+    config = tma_config(a.shape[1], glu=True, gather=True, keep=keep) | {"PERSIST": persist}
+
+    def gated(x, w):
+        y, both = tma_rows(x, w, ends, order=order, times=2, glu=True, keep=keep, config=config)
+        return (y, both) if keep else y
+
+    def eager(x, w):
+        both = rows_reference(x[order.long() // 2], w, ends)
+        gate, up = both.chunk(2, -1)
+        return (F.silu(gate) * up, both) if keep else F.silu(gate) * up
+
+    x = a[: len(a) // 2]
+    check_exact(gated, eager, eager, [x, weight])
+    before, _ = tma_rows(x[order.long() // 2], weight, ends, glu=True, config=config)
+    assert torch.equal(run(gated, [x, weight])[0], before)
+
+
+@pytest.mark.parametrize("persist", [True, False])
+@pytest.mark.parametrize("device", [INTERPRETER, HOPPER])
+def test_products_by_tma_keep_groups_apart(device, persist):
+    """NaN in one group's rows, and weights of NaN where there are no rows, are seen by no other group."""
+    a, weight, ends = tma_problem(device)
+    spoilt, bad = a.clone(), weight.clone()
+    spoilt[ends[2] : ends[3]] = float("nan")
+    bad[0] = bad[4] = float("nan")
+    for glu in (False, True):
+        config = tma_config(a.shape[1], glu=glu, gather=False, keep=False) | {"PERSIST": persist}
+        expected, found = (tma_rows(x, w, ends, glu=glu, config=config)[0] for x, w in ((a, weight), (spoilt, bad)))
+        assert torch.equal(found[: ends[2]], expected[: ends[2]]) and torch.equal(found[ends[3] :], expected[ends[3] :])
+        assert found[ends[2] : ends[3]].isnan().all()
+
+
 # ---------------------------------------------------------------------------------------------------------------- MLP
 
 
@@ -218,6 +293,28 @@ def test_real_sizes_on_the_gpu(dtype):
     experts = assignment("one", 700, 8, 2, "cuda")  # six experts have nothing to do, two have it all
     inputs = problem(700, 8, 2, 256, 512, dtype, "cuda")
     check_exact(through(experts), plain(experts), plain(experts), inputs)
+
+
+@pytest.mark.parametrize("kind", ["random", "one"])
+@pytest.mark.parametrize("gather", ["inside", "before"])
+@pytest.mark.parametrize("device", [INTERPRETER, HOPPER])
+def test_experts_by_tma(device, gather, kind, monkeypatch):
+    """Both ways to gather: as exact as eager, the same bits in every run, with and without gates kept, captured."""
+    monkeypatch.setattr("ligermodels.kernels.moe._NARROW", 10**6 if gather == "inside" else 0)
+    n, n_experts, k, d, i, dtype = 1500, 8, 2, 512, 768, torch.bfloat16
+    if device == "cpu":
+        n, n_experts, k, d, i, dtype = 34, 3, 2, 32, 32, torch.float16
+        for module in ("moe", "grouped_mm"):  # else it is asked for the GPU
+            monkeypatch.setattr(f"ligermodels.kernels.{module}.use_tma", lambda *_, **__: True)
+    experts = assignment(kind, n, n_experts, k, device)
+    inputs = problem(n, n_experts, k, d, i, dtype, device)
+    check_exact(through(experts), plain(experts), plain(experts), inputs, worst=10)
+    kept = run(through(experts), inputs)
+    assert all(map(torch.equal, run(through(experts, keep_gates=False), inputs), kept))
+    assert torch.equal(through(experts)(*(t.detach() for t in inputs)), kept[0])
+    if device == "cuda":
+        check_repeatable(through(experts), inputs)
+        check_captures(through(experts), inputs)
 
 
 @pytest.mark.parametrize("device", DEVICES)
