@@ -10,7 +10,8 @@ forward, in which the weight gradient adds up in fp32 over all chunks; the backw
 read on the device, and rounds once. Saved: both gradients (N * D and, fp32, V * D), and neither is ever overwritten,
 so a second backward is right. Where one chunk holds all tokens, its gradient is kept in place of the weight's,
 whose product moves to the backward. Chunks are sized so that the product with the fewest tiles, C x D, fills whole
-waves of multiprocessors.
+waves of multiprocessors. On Hopper in bf16 the plain loss of many tokens skips the row kernel: the first product
+itself writes exponentials, and the rest of the softmax is a factor of each row (exp_product.py).
 
 memory="lean": the vocabulary in slices of S. The forward keeps running row statistics (16 bytes a token); the backward
 computes each slice (N, S) of logits again, adds up the gradient of input in fp32 and writes each slice of the weight
@@ -41,10 +42,19 @@ from ligermodels.kernels.cross_entropy import (
     row_forward,
     row_fused,
 )
+from ligermodels.kernels.exp_product import (
+    FEWEST_LOGITS,
+    Workspace,
+    add_label_rest,
+    bytes_a_token,
+    can_use,
+    exp_step,
+    scale_rows,
+)
 
 __all__ = ["LossOutput", "linear_cross_entropy", "linear_logprob"]
 
-FAST_BUFFER = 1408 * 2**20  # bytes of logits at once; with V * D * 4 for dW this keeps 256,000 x 2304 under 2.5 GiB
+FAST_BUFFER = 1416 * 2**20  # bytes of logits at once; with V * D * 4 for dW this keeps 256,000 x 2304 under 2.5 GiB
 MAIN_GRAD_BUFFER = 1008 * 2**20  # the same where dW goes into a given buffer: all there is beside the gradients
 LEAN_BUFFER = 256 * 2**20  # bytes of logits at once
 CPU_ELEMENTS = 2**23  # logits at once on CPU, where the row step needs a few fp32 copies of them
@@ -106,16 +116,21 @@ def chunk_size(total: int, cols: int, largest: int, processors: int) -> int:
 
 
 def _token_chunk(
-    n: int, dim: int, classes: int, dtype: torch.dtype, device: torch.device, limit: int | None = None
-) -> int:
+    n: int, dim: int, classes: int, dtype: torch.dtype, device: torch.device,
+    limit: int = FAST_BUFFER, each: int | None = None,
+) -> int:  # fmt: skip
+    """Tokens a chunk of at most ``limit`` bytes, ``each`` a token (its logits)."""
     if device.type != "cuda":
         return max(1, min(n, CPU_ELEMENTS // classes))
-    return chunk_size(n, dim, (limit or FAST_BUFFER) // (classes * dtype.itemsize), multiprocessors(device))
+    return chunk_size(n, dim, limit // (each or classes * dtype.itemsize), multiprocessors(device))
 
 
 def fast_buffer_bytes(tokens: int, dim: int, classes: int, size: int, processors: int) -> int:
-    """What memory="fast" takes for the logits of one chunk on a CUDA device, elements of ``size`` bytes."""
-    return chunk_size(tokens, dim, FAST_BUFFER // (classes * size), processors) * _padded(classes) * size
+    """What memory="fast" takes at most for one chunk on a CUDA device, elements of ``size`` bytes."""
+    each = _padded(classes) * size
+    if size == 2 and tokens * classes >= FEWEST_LOGITS:
+        each = bytes_a_token(dim, _padded(classes))
+    return chunk_size(tokens, dim, FAST_BUFFER // each, processors) * each
 
 
 def _lean_shape(n, dim, classes, dtype, device, step: int, tokens: int) -> tuple[int, int]:
@@ -149,8 +164,13 @@ def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool =
 
 
 def _buffer(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """(rows, cols) whose rows start at multiples of 16 elements, as an odd vocabulary would make every product slow."""
-    return torch.empty(rows, _padded(cols), dtype=dtype, device=device)[:, :cols]
+    """(rows, cols and more): rows of a multiple of 16 elements, as an odd vocabulary would make every product slow.
+
+    On a CPU with AMX torch's bf16 products (2.13, oneDNN 3.12) read what lies behind a row's end and multiply it by 0,
+    so there must be no NaN.
+    """
+    new = torch.zeros if device.type == "cpu" else torch.empty
+    return new(rows, _padded(cols), dtype=dtype, device=device)
 
 
 def _padded(cols: int) -> int:
@@ -230,17 +250,36 @@ def _tokens(
     dw = make((terms.classes, dim) if need_weight else (0,), **f32) if main_grad is None else main_grad
     db = torch.zeros((terms.classes,) if need_bias else (0,), **f32)
     gradients = need_x or need_weight or need_bias or kept is not None
+    plain = bias is None and extras is None and not (terms.label_smoothing or terms.softcap)
+    exponentials = plain and kept is None and (need_x or need_weight) and can_use(x, w)
     if kept is None:
         limit = FAST_BUFFER if main_grad is None else MAIN_GRAD_BUFFER
-        step = chunk or _token_chunk(n, dim, terms.classes, dtype, device, limit)
-        buffer = _buffer(min(step, n), terms.classes, dtype, device)
+        each = bytes_a_token(dim, terms.classes) if exponentials else None
+        step = chunk or _token_chunk(n, dim, terms.classes, dtype, device, limit, each)
+        buffer = _buffer(min(step, n), terms.classes, dtype, device)[:, : terms.classes]
     else:
         step, buffer = max(n, 1), kept[:, : terms.classes]
+    if exponentials:
+        space = Workspace.empty(min(step, n), dim, terms.classes, device)
+        factors = torch.empty(2, n, **f32)
     state = torch.empty(4, 0 if gradients else buffer.shape[0], **f32)
     with _no_autocast(device):
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             z = buffer[: part.stop - start]
+            if exponentials:
+                own = None if upstream is None else upstream[part]
+                found = factors[:, part]
+                exp_step(x[part], w, labels[part], weight, scales, terms, z, space, loss[part], found, own)
+                wide = space.wide[: len(z)]
+                if need_x:
+                    _product(z, w, wide)
+                    scale_rows(wide, found[0], dx[part])
+                if need_weight:
+                    scaled = wide.view(dtype).view(-1, dim)[: len(z)]  # in its first half
+                    scale_rows(x[part], found[0], scaled)
+                    _product(z.t(), scaled, dw, add=start > 0 or main_grad is not None)
+                continue
             _logits(x[part], w, bias, z)
             given = (z, labels[part], weight, scales, terms)
             also = None if extras is None else extras.part(part)
@@ -254,6 +293,8 @@ def _tokens(
                 _product(z.t(), x[part], dw, add=start > 0 or main_grad is not None)
             if need_bias:
                 db += z.sum(0, dtype=torch.float32)
+    if exponentials and need_weight and n:
+        add_label_rest(x, labels, factors, dw, terms)
     if deferred:
         loss *= ce
     return loss, dx.view(input.shape) if need_x else dx, dw, db
@@ -263,7 +304,7 @@ def _fast(*args):
     *inputs, dtype, need_x, need_weight, need_bias, defer, stats, chunk = args
     input, linear_weight = inputs[:2]
     n = input.numel() // input.shape[-1]
-    kept = torch.empty((n, _padded(linear_weight.shape[0])) if defer else (0,), dtype=dtype, device=input.device)
+    kept = _buffer(n, len(linear_weight), dtype, input.device) if defer else input.new_empty(0, dtype=dtype)
     needs = (need_x, need_weight and not defer, need_bias)
     extras = Extras.empty(n if stats else 0, input.device)
     found = _tokens(
@@ -380,7 +421,7 @@ def _rows(
     loss = torch.empty(n, dtype=torch.float32, device=device)
     state = torch.empty(4, n, dtype=torch.float32, device=device)
     step, tokens = _lean_shape(n, x.shape[1], terms.classes, dtype, device, step, tokens)
-    buffer = _buffer(tokens, step, dtype, device)
+    buffer = _buffer(tokens, step, dtype, device)[:, :step]
     with _no_autocast(device):
         for part in _slices(terms.classes, step):
             bias = None if linear_bias is None else linear_bias[part].to(dtype)
@@ -437,7 +478,7 @@ def _rows_backward(
         dw.zero_()
     db = torch.empty((terms.classes,) if need_bias else (0,), dtype=linear_weight.dtype, device=device)
     step, tokens = _lean_shape(n, dim, terms.classes, dtype, device, step, tokens)
-    buffer = _buffer(tokens, step, dtype, device)
+    buffer = _buffer(tokens, step, dtype, device)[:, :step]
     # A slice that comes in several parts adds up in fp32, as everything does.
     parts = need_weight and main_grad is None and n > tokens
     total = torch.empty(step, dim, dtype=torch.float32, device=device) if parts else None
