@@ -309,7 +309,7 @@ def products():
 
 def _chunks(x, head):
     step = linear_module._token_chunk(x.shape[0], x.shape[1], head.shape[0], x.dtype, x.device)
-    buffer = linear_module._buffer(min(step, len(x)), head.shape[0], x.dtype, x.device)
+    buffer = linear_module._buffer(min(step, len(x)), head.shape[0], x.dtype, x.device)[:, : head.shape[0]]
     return buffer, [slice(i, min(i + step, len(x))) for i in range(0, len(x), step)]
 
 

@@ -354,7 +354,7 @@ def exp_step(
     sums, stride, tiles = space.sums, space.sums.stride(0), space.sums.shape[0]
     count, listed = space.listed[:1], space.listed[1:]
     labels = (n, terms.ignore_index, classes)
-    blocks, block = cdiv(n, _ROWS), {"BLOCK": 32, "PARTS": 64}
+    blocks, block = cdiv(n, _ROWS), {"BLOCK": 32, "PARTS": 128, "num_warps": 8}
     with on_device_of(x):
         _label_kernel[(2 * blocks,)](
             x, w, target, z_t, m2, top, count, n, dim, *labels[1:], BLOCK=64, BK=64, num_warps=4, num_stages=3
