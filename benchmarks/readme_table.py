@@ -66,10 +66,10 @@ def expert_rows(report: dict) -> list[str]:
         lines.append("| " + " | ".join(cells) + " |")
     steps = "; ".join(
         f"{r['peer']} {r['tokens_per_s']:,.0f} tokens/s, {r['peak_gib']:.1f} GiB"
-        for r in report["step"]["results"]
+        for r in report.get("step", {}).get("results", ())
         if "tokens_per_s" in r
     )
-    return [*lines, "", f"A training step of four layers of Mixtral-8x7B, 2 × 4096: {steps}."]
+    return lines + (["", f"A training step of four layers of Mixtral-8x7B, 2 × 4096: {steps}."] if steps else [])
 
 
 def newest(reports: list[tuple[Path, dict]]) -> list[tuple[Path, dict]]:
@@ -131,6 +131,17 @@ def sweep_lines(report: dict) -> list[str]:
     return lines
 
 
+def loss_paths(report: dict) -> list[str]:
+    """The linear loss with and without its pass over the logits, beside its three products alone."""
+    heads = "; ".join(
+        f"{h['tokens']} × {h['hidden_size']} × {h['vocab_size']}: {h['ours_ms']:.1f} ms ({h['row_pass_ms']:.1f}), "
+        f"{h['ours_ms'] / h['products_ms']:.2f} ({h['row_pass_ms'] / h['products_ms']:.2f}) of the three products, "
+        f"{h['gib_beyond_gradients']:.2f} GiB beyond the gradients"
+        for h in report["heads"]
+    )
+    return [f"The fast linear loss on Hopper, in brackets without exponentials in its first product: {heads}."]
+
+
 def loss_shares(reports: list[tuple[Path, dict]]) -> list[str]:
     """One line on how much of our step the loss head takes, where it was measured."""
     found = []
@@ -190,10 +201,13 @@ def block(folder: Path) -> str:
             parts += [head, *(line for _, report in found for line in lines_of(report)), ""]
         if found is steps:
             parts += loss_shares(steps)
+    paths = [(path, r) for path, r in reports if r.get("benchmark") == "loss paths"]
+    for _, report in paths:
+        parts += [*loss_paths(report), ""]
     sweeps = [(path, r) for path, r in reports if r.get("rows") and "best_peer" in r["rows"][0]]
     for _, report in sweeps:
         parts += [*sweep_lines(report), ""]
-    for path, report in steps + decoding + experts + kernels + sweeps:
+    for path, report in steps + decoding + experts + kernels + paths + sweeps:
         e = report["environment"]
         versions = ", ".join(
             f"{name} {e[name]}"
