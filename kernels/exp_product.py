@@ -219,6 +219,7 @@ def _finish_kernel(
         below = tl.where(bad, (z - m) * log2e, below)
     log2s = tl.log2(s)
     nll = (log2s - below) * 0.6931471805599453
+    nll = tl.where(nll < 0.0, 0.0, nll)  # where s is 1 but for rounding; NaN stays
     likelihood = tl.load(ce)
     if WEIGHT:
         likelihood *= tl.load(weight + t, mask=active, other=0.0)
