@@ -54,7 +54,9 @@ from ligermodels.kernels.exp_product import (
 
 __all__ = ["LossOutput", "linear_cross_entropy", "linear_logprob"]
 
-FAST_BUFFER = 1416 * 2**20  # bytes of logits at once; with V * D * 4 for dW this keeps 256,000 x 2304 under 2.5 GiB
+# bytes of logits at once, or of exponentials and what goes with them; with V * D * 4 for dW this keeps 256,000 x 2304
+# under 2.5 GiB
+FAST_BUFFER = 1416 * 2**20
 MAIN_GRAD_BUFFER = 1008 * 2**20  # the same where dW goes into a given buffer: all there is beside the gradients
 LEAN_BUFFER = 256 * 2**20  # bytes of logits at once
 CPU_ELEMENTS = 2**23  # logits at once on CPU, where the row step needs a few fp32 copies of them
@@ -119,18 +121,22 @@ def _token_chunk(
     n: int, dim: int, classes: int, dtype: torch.dtype, device: torch.device,
     limit: int = FAST_BUFFER, each: int | None = None,
 ) -> int:  # fmt: skip
-    """Tokens a chunk of at most ``limit`` bytes, ``each`` a token (its logits)."""
+    """Tokens a chunk of at most ``limit`` bytes, ``each`` of them a token (by default its logits)."""
     if device.type != "cuda":
         return max(1, min(n, CPU_ELEMENTS // classes))
     return chunk_size(n, dim, limit // (each or classes * dtype.itemsize), multiprocessors(device))
 
 
 def fast_buffer_bytes(tokens: int, dim: int, classes: int, size: int, processors: int) -> int:
-    """What memory="fast" takes at most for one chunk on a CUDA device, elements of ``size`` bytes."""
-    each = _padded(classes) * size
+    """What memory="fast" takes for one chunk on a CUDA device, elements of ``size`` bytes.
+
+    The larger of both ways where exponentials may take the place of logits: softcap, bias and device decide about that.
+    """
+    padded = _padded(classes)
+    ways = [(classes * size, padded * size)]  # bytes a token: by which chunks are sized, and that they take
     if size == 2 and tokens * classes >= FEWEST_LOGITS:
-        each = bytes_a_token(dim, _padded(classes))
-    return chunk_size(tokens, dim, FAST_BUFFER // each, processors) * each
+        ways.append((bytes_a_token(dim, classes), bytes_a_token(dim, padded)))
+    return max(chunk_size(tokens, dim, FAST_BUFFER // each, processors) * taken for each, taken in ways)
 
 
 def _lean_shape(n, dim, classes, dtype, device, step: int, tokens: int) -> tuple[int, int]:

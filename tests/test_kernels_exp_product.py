@@ -17,7 +17,9 @@ from ligermodels.kernels._dispatch import INTERPRETED
 from ligermodels.kernels.cross_entropy import Terms
 from ligermodels.kernels.exp_product import (
     FEWEST_LOGITS,
+    Workspace,
     add_label_rest,
+    bytes_a_token,
     can_use,
     exp_product,
     exp_product_reference,
@@ -27,6 +29,7 @@ from ligermodels.kernels.linear_cross_entropy import FAST_BUFFER, linear_cross_e
 
 LOSS = sys.modules["ligermodels.kernels.linear_cross_entropy"]
 NAN, INF = float("nan"), float("inf")
+META = torch.device("meta")
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +99,21 @@ def test_the_reference_is_the_formula():
     torch.testing.assert_close(e.double(), true, rtol=1e-5, atol=0)
     torch.testing.assert_close(sums.sum(0).double(), true.sum(1), rtol=1e-5, atol=0)
     assert sums.shape == (3, 13)
+
+
+@pytest.mark.parametrize("tokens", [4096, 8192, 12288, 16384, 32768])
+@pytest.mark.parametrize(
+    ("dim", "classes"), [(576, 49152), (3584, 128256), (4096, 128256), (896, 151936), (2304, 262144), (5120, 50257)]
+)
+def test_the_planner_is_told_of_the_way_that_takes_more(tokens, dim, classes, monkeypatch):
+    monkeypatch.setattr(LOSS, "multiprocessors", lambda _: 132)
+    shape, told = (dim, classes), LOSS.fast_buffer_bytes(tokens, dim, classes, 2, 132)
+    taken = []
+    for each in (None, bytes_a_token(*shape)):
+        rows = LOSS._token_chunk(tokens, *shape, torch.bfloat16, torch.device("cuda"), each=each)
+        space = Workspace.empty(rows, *shape, META) if each else ()
+        taken.append(sum(t.nbytes for t in (LOSS._buffer(rows, classes, torch.bfloat16, META), *space)))
+    assert told <= max(taken) <= told + 4  # the count of rows to be done again
 
 
 @pytest.mark.interpret
