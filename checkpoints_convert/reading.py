@@ -196,13 +196,14 @@ class _Chunk:
         return torch.float8_e4m3fn if self.scales is not None else self.info.dtype
 
     def put(self, numbers: torch.Tensor) -> None:
-        """Their values, cast or scaled, into their place. From pinned memory to a GPU nothing waits."""
+        """Their values, cast or scaled, into their place. To CUDA (``numbers`` are pinned then) nothing waits."""
         device = self.target.device
+        aside = device.type == "cuda"  # elsewhere the buffer is read into again as soon as this returns
         if self.scales is not None:
-            numbers = self._scaled(numbers.to(device, non_blocking=True))
+            numbers = self._scaled(numbers.to(device, non_blocking=aside))
         elif numbers.dtype != self.target.dtype:  # a cast on the way would run on the host in pageable memory
-            numbers = numbers.to(device, non_blocking=True)
-        self.target.copy_(numbers, non_blocking=True)
+            numbers = numbers.to(device, non_blocking=aside)
+        self.target.copy_(numbers, non_blocking=aside)
 
     def _scaled(self, raw: torch.Tensor) -> torch.Tensor:
         """fp8 numbers, each times the scale of its block, in fp32."""
@@ -300,10 +301,11 @@ class _Readers:
             return numbers.copy_(chunk.info.data[chunk.start : chunk.start + chunk.count])
         mine = self.mine
         if mine.path != chunk.info.file:
+            file = open_file(chunk.info.file)
             if mine.file is not None:
                 mine.file.close()
-            mine.file, mine.path = open_file(chunk.info.file), chunk.info.file
-            self.files.append(mine.file)
+            mine.file, mine.path = file, chunk.info.file
+            self.files.append(file)
         fill(mine.file, chunk.start, numbers, chunk.name)  # type: ignore[arg-type]
         return numbers
 
@@ -350,6 +352,7 @@ class _Ring(_Readers):
         chunk.put(future.result())
         if self.pinned:
             slot.sent = torch.cuda.current_stream(self.device).record_event(slot.sent)
+        slot.read = None  # else it would hold its tensor's memory until the slot's next turn
         self.done += 1
 
     def _fill(self, slot: _Slot, chunk: _Chunk) -> torch.Tensor:  # in a thread of the pool
