@@ -359,9 +359,9 @@ def _mlp(
     k, (n_experts, two_i, _) = experts.shape[1], gate_up.shape
     gate_up, down = gate_up.contiguous(), down.contiguous()
     order, position, ends = sort_by_expert(experts, n_experts)
-    if order.shape[0] == 0:
-        return torch.empty_like(x), x.new_empty(0, two_i), order, position, ends
     none = x.new_empty(0, two_i)
+    if order.shape[0] == 0:
+        return x.new_zeros(x.shape), none, order, position, ends
     if use_tma(order.shape[0], gate_up, glu=True):
         if two_i <= 2 * _NARROW:
             product, both = tma_rows(x, gate_up, ends, order=order, times=k, glu=True, keep=keep)
