@@ -48,6 +48,12 @@ def _multiprocessors(index: int | None) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
+@functools.cache
+def is_hopper(index: int) -> bool:
+    """Whether the CUDA device of this index is of compute capability 9.0, for which the kernels by TMA are measured."""
+    return torch.cuda.get_device_capability(index) == (9, 0)
+
+
 def cdiv(n: int, by: int) -> int:
     """n / by rounded up; triton.cdiv costs five microseconds on the host."""
     return -(-n // by)

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 
 from ligermodels.kernels._dispatch import tl, triton
-from ligermodels.kernels._launch import cdiv, multiprocessors, on_device_of, power_of_two
+from ligermodels.kernels._launch import cdiv, is_hopper, multiprocessors, on_device_of, power_of_two
 from ligermodels.kernels.cross_entropy import Scales, Terms
 
 FEWEST_LOGITS = 2**27  # tokens * V from which it pays: below, the small kernels around the product cost what it saves
@@ -74,11 +74,6 @@ def _hopper():
     return None
 
 
-@functools.cache
-def _is_hopper(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) == (9, 0)
-
-
 def can_use(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether exp_product takes these contiguous operands (N, D) and (V, D), and pays."""
     (n, dim), classes = x.shape, weight.shape[0]
@@ -88,7 +83,7 @@ def can_use(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and n * classes >= FEWEST_LOGITS
         and dim >= 128  # two steps of 64 at least
         and dim % 8 == x.data_ptr() % 16 == weight.data_ptr() % 16 == 0  # TMA
-        and _is_hopper(x.get_device())
+        and is_hopper(x.get_device())
         and _hopper() is not None
     )
 

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels.kernels._dispatch import INTERPRETED, tl, triton
-from ligermodels.kernels._launch import cdiv, multiprocessors, on_device_of, power_of_two
+from ligermodels.kernels._launch import cdiv, is_hopper, multiprocessors, on_device_of, power_of_two
 from ligermodels.kernels.glu import _activation
 
 try:
@@ -306,11 +306,6 @@ def use_torch(rows: int, weight: torch.Tensor) -> bool:
     )
 
 
-@functools.cache
-def _is_hopper(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) == (9, 0)
-
-
 def use_tma(rows: int, weight: torch.Tensor, *, glu: bool = False) -> bool:
     """Whether ``tma_rows`` takes it; ``weight`` (E, N, K), contiguous or the transpose of one that is."""
     groups, n, k = weight.shape
@@ -325,7 +320,7 @@ def use_tma(rows: int, weight: torch.Tensor, *, glu: bool = False) -> bool:
         and k > 0
         and weight.data_ptr() % 16 == 0
         and (weight.is_contiguous() or (not glu and weight.transpose(1, 2).is_contiguous()))
-        and _is_hopper(weight.get_device())
+        and is_hopper(weight.get_device())
     )
 
 

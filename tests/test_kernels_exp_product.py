@@ -7,6 +7,7 @@ no bf16 products: what is left of rounding in bf16 is for the GPU tests.
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,10 +86,32 @@ def calls(monkeypatch):
     return made
 
 
-def test_a_cpu_a_small_loss_and_another_dtype_do_not_take_it():
-    x, head, _ = problem(4, 16, 8, dtype=torch.bfloat16)
-    assert not can_use(x, head)
-    assert not can_use(x.expand(1, 4, 16)[0].float(), head.float())
+def operand(rows, dim, dtype=torch.bfloat16, address=0, cuda=True):
+    """What can_use asks of a tensor."""
+    return SimpleNamespace(shape=(rows, dim), dtype=dtype, is_cuda=cuda, data_ptr=lambda: address, get_device=lambda: 0)
+
+
+def test_what_it_does_not_take(monkeypatch):
+    module = sys.modules["ligermodels.kernels.exp_product"]
+    monkeypatch.setattr(module, "is_hopper", lambda _: True)
+    monkeypatch.setattr(module, "_hopper", lambda: module)
+    classes = 2**16
+    rows = FEWEST_LOGITS // classes
+    assert can_use(operand(rows, 136), operand(classes, 136))
+    for x, head in [
+        (operand(rows, 136, cuda=False), operand(classes, 136)),
+        (operand(rows - 1, 136), operand(classes, 136)),
+        (operand(rows, 136, torch.float16), operand(classes, 136, torch.float16)),
+        (operand(rows, 120), operand(classes, 120)),
+        (operand(rows, 132), operand(classes, 132)),
+        (operand(rows, 136, address=8), operand(classes, 136)),
+        (operand(rows, 136), operand(classes, 136, address=8)),
+    ]:
+        assert not can_use(x, head)
+    for name, nothing in (("is_hopper", False), ("_hopper", None)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda *_, nothing=nothing: nothing)
+            assert not can_use(operand(rows, 136), operand(classes, 136))
 
 
 def test_the_reference_is_the_formula():
