@@ -17,9 +17,10 @@ Saved for backward: x and the (M, 2I) gate and up. Not saved, but built again: x
 so one pass over (M, I) gives the weights' gradient, the gradient of gate and up, and weights·a, all that the product
 for down's gradient needs.
 
-FLOPs: forward 6·M·D·I, backward 12·M·D·I. Bytes that must move beside the products, s bytes an element: forward
-(N + 4·M)·D·s [sort, add up] + 3·M·I·s; backward (2·N + 5·M)·D·s + 7·M·I·s. For Mixtral 8x7B and 16,384 tokens that is
-11.5 and 23.1 TFLOP beside 3.8 and 9.0 GB: 16.7 and 33.5 ms of products at 690 TFLOP/s, 0.9 and 2.1 ms of bytes.
+FLOPs: forward 6·M·D·I, backward 12·M·D·I. Bytes that move beside the products, s bytes an element: forward
+2·(N + M)·D·s [sort, add up] + 3·M·I·s [swiglu, unless it is in the product]; backward 3·(N + M)·D·s + 6·M·I·s. For
+Mixtral 8x7B and 16,384 tokens that is 11.5 and 23.1 TFLOP beside 3.6 (0.8) and 6.8 GB: 16.7 and 33.5 ms of products at
+690 TFLOP/s, 0.9 (0.2) and 1.6 ms of bytes.
 Decoding one token must read k·3·I·D·s bytes of weights.
 """
 
