@@ -359,22 +359,11 @@ def _by_torch(x, weights, biases, norm_weight, eps, offset, gate, residual, out)
         out += residual
 
 
-def _product_on_cpu(x, w, b):
-    """x·wᵀ + b. Measured: for a single row torch takes one thread, and twice as long as for the rows of w as a batch
-    of a few matrices, which besides are shared among the threads."""
-    threads, (n, k) = torch.get_num_threads(), w.shape
-    parts = threads if threads > 1 and n % threads == 0 else 2
-    if len(x) > 1 or n % parts or n * k < 1 << 17 or not w.is_contiguous():
-        return F.linear(x, w, b)
-    y = torch.bmm(w.view(parts, n // parts, k), x.expand(parts, 1, k).mT).view(1, n)
-    return y if b is None else y.add_(b)
-
-
 def _on_cpu(x, weights, biases, norm_weight, eps, offset, gate, residual):
     """The reference in fp32 in fewer calls: a small model spends its time between them."""
     if norm_weight is not None:
         x = F.rms_norm(x, x.shape[-1:], norm_weight if offset == 0 else norm_weight + offset, eps)
-    parts = [_product_on_cpu(x, w, b) for w, b in zip(weights, biases, strict=True)]
+    parts = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
     if gate is not None:
         return (F.silu(parts[0]) if gate == "silu" else F.gelu(parts[0], approximate="tanh")).mul_(parts[1])
     y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)

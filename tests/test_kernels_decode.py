@@ -150,14 +150,6 @@ def test_few_rows_kernels_equal_the_reference(values, device, rows, k, ns, optio
     assert not counters.any()
 
 
-def test_one_row_on_a_cpu_is_multiplied_in_another_way(values):
-    x, bias, norm = values(1, 512), values(514), values(512)
-    for w in (values(514, 512), values(513, 512), values(512, 514).T):
-        options = {"norm_weight": norm, "residual": values(1, len(w))}
-        found = few_rows_linear(x, [w], [bias[: len(w)]], **options)
-        close(found, few_rows_linear_reference(x, [w], [bias[: len(w)]], **options))
-
-
 def test_products_that_do_not_fit_are_named(values):
     x, w = values(2, 8), values(3, 8)
     with pytest.raises(LigerError, match=r"weights \[\(3, 7\)\]"):
