@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,26 @@ def test_the_ring_of_buffers_for_a_gpu(folder, monkeypatch, target):
     for ahead in (0, 1 << 20):
         read = dict(open_checkpoint(folder).stream(dtype=target, ahead=ahead))
         assert same(read, {n: t.to(target or t.dtype) for n, t in some_tensors().items()})
+
+
+def test_the_ring_leaves_no_thread_when_it_is_left_or_fails(folder, monkeypatch):
+    monkeypatch.setattr(reading, "_Readers", reading._Ring)
+    monkeypatch.setattr(reading, "CHUNK", 512)
+
+    def reading_threads():
+        return [t for t in threading.enumerate() if t.name.startswith("ligermodels-read")]
+
+    checkpoint = open_checkpoint(folder)
+    stream = checkpoint.stream(dtype=torch.bfloat16, ahead=1 << 20)
+    next(stream)
+    assert reading_threads()
+    stream.close()
+    assert not reading_threads()
+    last = max(checkpoint.tensors.values(), key=lambda info: (str(info.file), info.end))
+    os.truncate(last.file, last.end - 1)
+    with pytest.raises(CheckpointError, match="did it change"):
+        dict(checkpoint.stream(dtype=torch.bfloat16, ahead=1 << 20))
+    assert not reading_threads()
 
 
 @pytest.mark.gpu
