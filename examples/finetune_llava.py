@@ -4,7 +4,7 @@
     python examples/finetune_llava.py --model runs/llava --data photos.jsonl --train lora
 
 A line of the .jsonl file is {"image": "cat.jpg", "question": "What is this?", "answer": "A cat."}; paths count from the
-file's folder. Only the answers are learnt. What trains is said by one line each in ``choose``.
+file's folder. Only the answers are learnt.
 """
 
 import argparse
@@ -66,7 +66,8 @@ if __name__ == "__main__":
     cli.add_argument("--model", required=True, help="a folder in Hugging Face layout")
     cli.add_argument("--data", type=Path, required=True, help="a .jsonl file, see above")
     cli.add_argument("--out", type=Path, default="runs/llava-tuned", help="folder for the result")
-    cli.add_argument("--train", choices=("projector", "lora", "text", "all"), default="lora")
+    what = "the projector; it and LoRA on the text model (default); it and the whole text model; all of it"
+    cli.add_argument("--train", choices=("projector", "lora", "text", "all"), default="lora", help=what)
     cli.add_argument("--prompt", default="USER: {image}\n{question} ASSISTANT: ", help="as the model was trained")
     cli.add_argument("--batch", type=int, default=4, help="rows a step")
     cli.add_argument("--epochs", type=int, default=1)

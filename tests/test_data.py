@@ -67,6 +67,7 @@ def test_json_lines_are_read_by_number(tmp_path):
     ("line", "message"),
     [
         (b'{"text": "cut', "line 2: not valid JSON"),
+        (b'{"cut"', r"line 2: not valid JSON: Expecting ':' delimiter: line 1 column 7 \(char 6\)"),
         (b"[1, 2]", "line 2: expected a JSON object, found list"),
         (b'{"text": "\xff"}', "line 2: not UTF-8: invalid start byte at byte 27"),
         (b'{"body": "x"}', 'line 2: expected "text" .a string. or "messages" .a list., found body'),

@@ -222,6 +222,19 @@ def test_a_run_that_was_killed_before_it_was_merged_is_merged_when_resumed(tiny,
 
 
 @pytest.mark.filterwarnings("ignore:left out")
+def test_resuming_with_another_rank_or_without_lora_names_the_option(tiny, chats, tmp_path, monkeypatch):
+    def run(*more):
+        finetune.main([str(x) for x in ["--model", tiny, "--data", chats, "--out", tmp_path, "--seq", 96, "--steps", 3,
+                                        *RUN, *more]])  # fmt: skip
+
+    run("--lora", 4)
+    with pytest.raises(SystemExit, match=r"made otherwise: lora was 4 and is 2$"):
+        run("--lora", 2, "--resume")
+    with pytest.raises(SystemExit, match=r"made otherwise: lora was 4 and is None, frozen weights was"):
+        run("--resume")
+
+
+@pytest.mark.filterwarnings("ignore:left out")
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 1), (5, 2), (2.5, 1)])
 def test_epochs_of_little_data_are_passes_over_it(epochs, steps, tiny, tmp_path, monkeypatch):
     from ligermodels.training.log import read_log

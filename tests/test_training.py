@@ -248,8 +248,16 @@ def test_resuming_before_the_first_checkpoint_starts_over(tmp_path):
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     train(make_model(), make_data(), SHORT, tmp_path)
-    with pytest.raises(LigerError, match="holds a run already: resume it, or give another folder"):
+    with pytest.raises(LigerError, match=r"holds a finished run, its result is .*final: give another folder"):
         train(make_model(), make_data(), SHORT, tmp_path)
+    shutil.rmtree(tmp_path / "final")
+    with pytest.raises(LigerError, match=r"holds a run already: resume it \(--resume\), or give another folder"):
+        train(make_model(), make_data(), SHORT, tmp_path)
+
+
+def test_other_data_is_refused_where_nothing_is_resumed(tmp_path):
+    with pytest.raises(LigerError, match=r"other_data \(--other-data\) is for a run that goes on"):
+        train(make_model(), make_data(), SHORT, tmp_path, other_data=True)
 
 
 def test_another_run_is_not_resumed(tmp_path):
@@ -257,8 +265,10 @@ def test_another_run_is_not_resumed(tmp_path):
     with pytest.raises(LigerError, match=r"other settings: lr was 0.01 and is 0.02, seed was 0 and is 1"):
         train(make_model(), make_data(), replace(SHORT, lr=0.02, seed=1), tmp_path, resume=True)
     wide = make_model(num_key_value_heads=2)
-    with pytest.raises(LigerError, match=r"k_proj.weight is \(32, 32\) there and \(16, 32\) here, 4 differ"):
+    with pytest.raises(LigerError, match=r"model made otherwise: num_key_value_heads was 4 and is 2"):
         train(wide, make_data(), SHORT, tmp_path, resume=True)
+    with pytest.raises(LigerError, match=r"k_proj.weight is \(32, 32\) there and \(16, 32\) here, 4 differ"):
+        AdamW(wide).load_state_dict(AdamW(make_model()).state_dict())
     with pytest.raises(LigerError, match=r"in torch.float32, this run in torch.bfloat16"):
         AdamW(make_model(torch.bfloat16), master=False).load_state_dict(AdamW(make_model()).state_dict())
     with pytest.raises(LigerError, match=r"model made otherwise: rms_norm_eps was 1e-06 and is 0.1$"):

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace, model: CausalLM, tokenizer: Tokenizer, write: 
         state = {"state_bytes": 16.0} if masters else {}
         model.fit_memory(args.fit_gib, args.batch, args.seq, accumulation=args.accumulation, **state)
 
-    made = {name: getattr(args, name) for name in ("lora_alpha", "lora_dropout", "lora_targets", "turns")}
+    made = {name: getattr(args, name) for name in ("lora", "lora_alpha", "lora_dropout", "lora_targets", "turns")}
     train(
         model, data, settings, args.out, write=write, evaluation=evaluation, resume=args.resume,
         other_data=args.other_data, made=made, tensorboard=args.tensorboard,

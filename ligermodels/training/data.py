@@ -96,7 +96,7 @@ class JsonLines:
         if not line.strip():
             return None
         try:
-            data = json.loads(line, object_pairs_hook=_each_key_once)
+            data = json.loads(line.rstrip(), object_pairs_hook=_each_key_once)  # else its end is "line 2" in errors
         except (ValueError, RecursionError) as error:  # ValueError alone: a number of thousands of digits
             raise LigerError(f"{where}: not valid JSON: {error}") from error
         if not isinstance(data, dict):

@@ -101,14 +101,15 @@ def train(
     there is one: model, data and settings must be made as they were, and what ``made`` says (plain data by name) be the
     same. ``other_data``: the data may have changed.
 
-    Raises LigerError where ``out`` holds a run that is not to be resumed, is finished, or was made otherwise; when a
-    loss is not finite; when the data ends; Interrupted after SIGINT or SIGTERM.
+    Raises LigerError where ``out`` holds a run that is not to be resumed, is finished, or was made otherwise; for
+    ``other_data`` without ``resume``; when a loss is not finite; when the data ends; Interrupted after SIGINT or
+    SIGTERM.
     """
     write = write or model.save_pretrained
     checkpoints = Checkpoints(out, keep=settings.keep)
     optimizer = AdamW(model, master=settings.master, weight_decay=settings.weight_decay)
     torch.manual_seed(settings.seed)
-    known = _known_by(model) | dict(made or {})
+    known = dict(made or {}) | _known_by(model)  # what the user gave is said first
     first = _restore(checkpoints, optimizer, data, settings, known, resume, other_data)
 
     def save(step: int) -> Path:
@@ -207,11 +208,13 @@ def _restore(
     other_data: bool,
 ) -> int:
     """Put everything to where the newest checkpoint was; returns its step, or 0 for a new run."""
-    log = checkpoints.folder / "log.csv"
-    if not resume and (checkpoints.latest() or (log.exists() and read_log(log))):  # without a step it is no run
-        raise LigerError(f"{checkpoints.folder} holds a run already: resume it, or give another folder")
-    final = checkpoints.folder / "final"
+    if other_data and not resume:
+        raise LigerError("other_data (--other-data) is for a run that goes on: give resume (--resume) too")
+    final, log = checkpoints.folder / "final", checkpoints.folder / "log.csv"
     finished = f"{checkpoints.folder} holds a finished run, its result is {final}: give another folder for a new one"
+    if not resume and (checkpoints.latest() or (log.exists() and read_log(log))):  # without a step it is no run
+        already = f"{checkpoints.folder} holds a run already: resume it (--resume), or give another folder"
+        raise LigerError(finished if final.exists() else already)
     if checkpoints.latest() is None:
         if final.exists():
             raise LigerError(finished)
@@ -222,9 +225,9 @@ def _restore(
     )
     if listed := differences(before, now):
         raise LigerError(f"{checkpoints.folder} holds a run with other settings: {listed}")
-    optimizer.load_state_dict(state["optimizer"])
-    if listed := differences(state.get("model", {}), known):
+    if listed := differences(state.get("model", {}), known):  # before the optimizer, which only sees shapes
         raise LigerError(f"{checkpoints.folder} holds a run of a model made otherwise: {listed}")
+    optimizer.load_state_dict(state["optimizer"])
     data.load_state_dict(state["data"], other_data=other_data)
     if final.exists():  # last, as what differs is said first
         raise LigerError(finished)
