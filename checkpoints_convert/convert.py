@@ -50,7 +50,7 @@ def recognise(path: Path) -> str:
         hint = (
             f". If it is a repository of the hub, fetch it first: hf download {path} --local-dir FOLDER" if hub else ""
         )
-        raise CheckpointError(f"there is no {path}{hint}")
+        raise CheckpointError(f"there is no file or folder {path}{hint}")
     if path.is_file():
         with open(path, "rb") as file:
             start = file.read(512)

@@ -165,7 +165,7 @@ def open_meta(folder: Path) -> Source:
         raise CheckpointError(
             f"{shards[0]}: rope.freqs is {list(frequencies.shape)}, but {PARAMS} gives heads of {config['head_dim']}"
         )
-    tied = head not in tensors[0] or all(same_values(found["tok_embeddings.weight"], found[head]) for found in tensors)
+    tied = head not in tensors[0] or _is_tied(parts, by_rows)
     if config["tie_word_embeddings"] is None:
         config["tie_word_embeddings"] = tied
     elif config["tie_word_embeddings"] and not tied:
@@ -205,6 +205,20 @@ def open_meta(folder: Path) -> Source:
     config["torch_dtype"] = first
     meta = {ours: torch.empty(shape, dtype=dtypes[ours], device="meta") for ours, shape in expected.items()}
     return Source(folder, config, meta, make, companions(folder))
+
+
+def _is_tied(parts: list[Checkpoint], by_rows: bool) -> bool:
+    """Whether the head, cut by rows, is the embedding: file by file, or joined where that is cut by columns."""
+    embedding, head = "tok_embeddings.weight", "output.weight"
+    if by_rows or len(parts) == 1:
+        return all(same_values(part.tensors[embedding], part.tensors[head]) for part in parts)
+    joined, start = torch.cat([part.read(embedding) for part in parts], dim=1), 0
+    for part in parts:
+        rows = part.read(head)
+        if not torch.equal(joined[start : start + len(rows)], rows):
+            return False
+        start += len(rows)
+    return start == len(joined)
 
 
 def _check_alike(shards: list[Path], parts: list[Checkpoint]) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ligermodels.checkpoints_convert.files import open_file
 from ligermodels.checkpoints_convert.gguf_config import metadata_of, rope_tensors
 from ligermodels.checkpoints_convert.gguf_layout import Entry, interleave, layout
 from ligermodels.checkpoints_convert.gguf_tokenizer import tokenizer_metadata
@@ -73,6 +74,11 @@ def write_gguf(
     if kind == "Q8_0":
         keys["general.quantization_version"] = 2
 
+    if force and target.is_file():
+        with open_file(target) as file:
+            start = file.read(4)
+        if start not in (b"", b"GGUF"):
+            raise CheckpointError(f"{target} is a file, and not a GGUF: force (--force) replaces a model only")
     with WorkFolder(target, None, [plan, kind], force=force) as work:
         if work.finished:
             return target

@@ -89,10 +89,11 @@ def test_meta_rotates_neighbours_where_we_rotate_halves(tmp_path):
         )
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocab", [96, 100_002])
-def test_meta_files_of_tensor_parallelism(tmp_path, vocab):
+def test_meta_files_of_tensor_parallelism(tmp_path, vocab, tied):
     """Two files: rows of one kind, columns of the other; the embedding by columns, in Llama 3 by rows."""
-    source = folder_of(LLAMA | {"vocab_size": vocab}, tmp_path / "hf")
+    source = folder_of(LLAMA | {"vocab_size": vocab, "tie_word_embeddings": tied}, tmp_path / "hf")
     size = sum(t.nbytes for t in tensors_of(source).values())
     convert(source, tmp_path / "meta", to="meta", max_shard_size=int(size * 0.6))
     parts = [torch.load(tmp_path / "meta" / f"consolidated.0{i}.pth", weights_only=True) for i in (0, 1)]
@@ -712,6 +713,9 @@ def test_nothing_is_overwritten_unasked(tmp_path):
     (tmp_path / "file.gguf").write_text("mine")
     with pytest.raises(CheckpointError, match="--force"):
         convert(source, tmp_path / "file.gguf", to="gguf")
+    with pytest.raises(CheckpointError, match="not a GGUF"):  # a model is replaced, not just any file
+        convert(source, tmp_path / "file.gguf", to="gguf", force=True)
+    assert (tmp_path / "file.gguf").read_text() == "mine"
     for bad in (source, source / "inside"):
         with pytest.raises(CheckpointError, match="source"):
             convert(source, bad, to="hf", force=True)
