@@ -193,7 +193,10 @@ def generate(
     answered = generate_file(
         model, tokenizer, prompts, out, batch=batch, max_new_tokens=max_new_tokens, stop_strings=stop or None, **options
     )
-    _say(f"{answered} prompts answered into {out}")
+    with open(out, "rb") as file:
+        kept = sum(1 for _ in file) - answered
+    others = f"; {kept} {'was' if kept == 1 else 'were'} there already, as first answered" if kept else ""
+    _say(f"{answered} prompt{'' if answered == 1 else 's'} answered into {out}{others}")
 
 
 @app.command(

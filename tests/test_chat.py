@@ -367,6 +367,8 @@ def test_the_command_answers_a_file_the_same_in_batches_of_any_size(folder, prom
         arguments += ["--batch", size]
         arguments += ["--temperature", 0.8, "--seed", 3, "--stop", "zz"]
         result = CliRunner().invoke(app, list(map(str, arguments)))
-        assert result.exit_code == 0 and "5 prompts answered" in result.output
+        assert result.exit_code == 0 and "5 prompts answered" in result.output and "already" not in result.output
         outputs.append(answers(tmp_path / name))
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert "0 prompts answered" in result.output and "5 were there already" in result.output
     assert outputs[0] == outputs[1] == outputs[2] and len(outputs[0]) == 5
