@@ -29,12 +29,13 @@ status=0
 
 pack() { tar czf "$OUT/results.tgz" -C "$R" .; }
 trap pack EXIT
-trap 'exit 143' TERM INT
+trap 'kill $(jobs -p) 2>/dev/null; exit 143' TERM INT # at once, as commands run behind a wait
 
 run() { # seconds, name of the log, command
   local limit=$1 log=$2
   shift 2
-  timeout "$limit" "$@" >"$R/$log.log" 2>&1
+  timeout "$limit" "$@" >"$R/$log.log" 2>&1 &
+  wait $!
   local code=$?
   if ((code)); then status=1 && echo "$log: exit code $code"; fi
   grep -v -i warn "$R/$log.log" | tail -12 | cut -c1-200
