@@ -23,8 +23,6 @@ many partial sums cuBLAS would divide it.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 
@@ -87,13 +85,19 @@ def rows_reference(a: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) ->
 
 
 @triton.jit
-def _group_of_tile(ends_ptr, tile, n_groups, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """(group, first row, row behind the group's last) of a tile; group ≥ n_groups for a tile that there is not."""
+def _groups(ends_ptr, n_groups, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Of each group: its number, first row, row behind the last, and row tiles (none behind the last group)."""
     ids = tl.arange(0, BLOCK_E)
     known = ids < n_groups
     ends = tl.load(ends_ptr + ids, mask=known, other=0)
     starts = tl.load(ends_ptr + ids - 1, mask=known & (ids > 0), other=0)
-    tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
+    return ids, starts, ends, (ends - starts + BLOCK_M - 1) // BLOCK_M
+
+
+@triton.jit
+def _group_of_tile(ends_ptr, tile, n_groups, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """(group, first row, row behind the group's last) of a tile; group ≥ n_groups for a tile that there is not."""
+    ids, starts, ends, tiles = _groups(ends_ptr, n_groups, BLOCK_M, BLOCK_E)
     upto = tl.cumsum(tiles, 0)
     group = tl.sum((upto <= tile).to(tl.int32), 0)
     mine = ids == group
@@ -202,11 +206,7 @@ def _grad_kernel(
 def _tiles_kernel(ends_ptr, table_ptr, n_groups, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr):
     """How many row tiles there are, then of each: group, first row, row behind the group's last. A program a group."""
     group = tl.program_id(0)
-    ids = tl.arange(0, BLOCK_E)
-    known = ids < n_groups
-    ends = tl.load(ends_ptr + ids, mask=known, other=0)
-    starts = tl.load(ends_ptr + ids - 1, mask=known & (ids > 0), other=0)
-    tiles = tl.where(known, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
+    ids, starts, ends, tiles = _groups(ends_ptr, n_groups, BLOCK_M, BLOCK_E)
     before = tl.sum(tl.where(ids < group, tiles, 0), 0)
     own = tl.sum(tl.where(ids == group, tiles, 0), 0)
     start = tl.sum(tl.where(ids == group, starts, 0), 0)
@@ -285,13 +285,6 @@ def _tma_kernel(
         )  # fmt: skip
 
 
-@functools.cache
-def _has_torch_kernel(index: int) -> bool:
-    # On other GPUs than Hopper torch loops over the groups and waits for the host, or has been reported wrong for
-    # empty groups (Blackwell, pytorch issue 172439).
-    return hasattr(F, "grouped_mm") and torch.cuda.get_device_capability(index)[0] == 9
-
-
 def use_torch(rows: int, weight: torch.Tensor) -> bool:
     """Whether torch's grouped product takes it; ``weight`` (E, N, K) or its transpose."""
     groups, n, k = weight.shape
@@ -302,7 +295,10 @@ def use_torch(rows: int, weight: torch.Tensor) -> bool:
         and n % 8 == 0
         and k % 8 == 0
         and weight.data_ptr() % 16 == 0
-        and _has_torch_kernel(weight.get_device())
+        and hasattr(F, "grouped_mm")
+        # On other GPUs torch loops over the groups and waits for the host, or has been reported wrong for empty groups
+        # (Blackwell, pytorch issue 172439).
+        and is_hopper(weight.get_device())
     )
 
 
@@ -322,6 +318,11 @@ def use_tma(rows: int, weight: torch.Tensor, *, glu: bool = False) -> bool:
         and (weight.is_contiguous() or (not glu and weight.transpose(1, 2).is_contiguous()))
         and is_hopper(weight.get_device())
     )
+
+
+def _most_tiles(rows: int, groups: int, block_m: int) -> int:
+    """How many row tiles there can be: every group with rows may have one that is not full."""
+    return (rows + min(rows, groups) * (block_m - 1)) // block_m
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -358,8 +359,7 @@ def rows_by_group(
     c = config or tile_config(rows, groups, a.element_size(), glu)
     if INTERPRETED:
         c = dict(c, BLOCK_N=min(c["BLOCK_N"], 32), BLOCK_K=32)
-    # every group with rows may have one tile that is not full
-    tiles = (rows + min(rows, groups) * (c["BLOCK_M"] - 1)) // c["BLOCK_M"]
+    tiles = _most_tiles(rows, groups, c["BLOCK_M"])
     with on_device_of(a):
         _rows_kernel[(tiles * cdiv(n, c["BLOCK_N"]),)](
             a, weight, y, ends if order is None else order, ends, tiles, groups, n, k, a.stride(0), *weight.stride(),
@@ -404,7 +404,7 @@ def tma_rows(
         w = _descriptor(weight.transpose(1, 2).view(-1, n), block_k, block_n)
     else:
         w = _descriptor(weight.view(-1, k), block_n, block_k)
-    tiles = (rows + min(rows, groups) * (block_m - 1)) // block_m  # at most, as in rows_by_group
+    tiles = _most_tiles(rows, groups, block_m)
     table = torch.empty(1 + 3 * tiles, dtype=torch.int32, device=a.device)
     programs = tiles * (n // block_n)
     if c["PERSIST"]:
