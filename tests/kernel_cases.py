@@ -137,6 +137,21 @@ def check_compiles(function, inputs_of_length, device: str) -> None:
     assert counter.frame_count <= 2
 
 
+def capture(step):
+    """What a CUDA graph of ``step`` gives when it is replayed, and what ``step`` itself gives (on a stream of its own,
+    as capture wants its first run). Capture fails if anything waits for the device."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which may still fill the tensors
+    with torch.cuda.stream(side):
+        expected = step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    return captured, expected
+
+
 def check_captures(function, inputs) -> None:
     """A CUDA graph of forward and backward gives the eager bits: nothing waits for the host."""
     leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
@@ -147,15 +162,7 @@ def check_captures(function, inputs) -> None:
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return *outputs, *torch.autograd.grad(outputs, wanted, list(map(torch.ones_like, outputs)))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        expected = step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    graph.replay()
+    captured, expected = capture(step)
     assert all(map(torch.equal, captured, expected))
 
 

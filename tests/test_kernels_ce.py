@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_cases import capture
 
 from ligermodels.kernels import cross_entropy
 from ligermodels.kernels._dispatch import INTERPRETED
@@ -237,14 +238,7 @@ def test_gpu_graph_capture_compile_and_determinism():
     def step():
         return torch.autograd.grad(cross_entropy(x, target), x)[0]
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        expected = step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # fails if anything waits for the device
-        captured = step()
-    graph.replay()
+    captured, expected = capture(step)
     assert torch.equal(captured, expected) and torch.equal(step(), expected)
     compiled = torch.compile(lambda x: cross_entropy(x, target), fullgraph=True)
     torch.testing.assert_close(torch.autograd.grad(compiled(x), x)[0], expected)

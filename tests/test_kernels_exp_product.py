@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_cases import capture
 
 from ligermodels.kernels import linear_cross_entropy
 from ligermodels.kernels._dispatch import INTERPRETED
@@ -367,15 +368,7 @@ def test_gpu_graph_capture_compile_and_determinism(hopper):
     def step(loss_of=linear_cross_entropy):
         return torch.autograd.grad(loss_of(x, head, target), leaves)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        expected = step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # fails if anything waits for the device
-        captured = step()
-    graph.replay()
+    captured, expected = capture(step)
     for a, b, c in zip(captured, step(), expected, strict=True):
         assert torch.equal(a, c) and torch.equal(b, c)
     for a, b in zip(step(torch.compile(linear_cross_entropy, fullgraph=True)), expected, strict=True):

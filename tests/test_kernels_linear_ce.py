@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_cases import capture
 
 from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_logprob
 from ligermodels.kernels._dispatch import INTERPRETED
@@ -622,15 +623,7 @@ def test_gpu_graph_capture_compile_and_determinism(memory):
         loss = loss_of(x, head, target, memory=memory, reduction="sum") / (target >= 0).sum()
         return torch.autograd.grad(loss, (x, head))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())  # which still fills the tensors
-    with torch.cuda.stream(side):
-        expected = step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # fails if anything waits for the device
-        captured = step()
-    graph.replay()
+    captured, expected = capture(step)
     again = step()
     for a, b, c in zip(captured, again, expected, strict=True):
         assert torch.equal(a, c) and torch.equal(b, c)
