@@ -644,15 +644,7 @@ def test_a_model_split_over_files(tmp_path):
     source = quiet(folder_of(LLAMA, tmp_path / "hf"), tmp_path / "whole.gguf")
     metadata, entries = read_gguf(source)
     writer = gguf.GGUFWriter(tmp_path / "part.gguf", "llama", split_max_tensors=8)
-    for key, value in metadata.items():
-        if key.startswith(("llama.", "tokenizer.")):
-            {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](key, value)
-    for name, entry in entries.items():
-        writer.add_tensor(name, np.array(entry.data))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer, {k: v for k, v in metadata.items() if k.startswith(("llama.", "tokenizer."))}, entries)
     parts = sorted(path.name for path in tmp_path.glob("part*.gguf"))
     assert parts == [f"part-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
     check_same_model(tmp_path / "hf", convert(tmp_path / parts[0], tmp_path / "out", to="hf"))
@@ -873,17 +865,21 @@ def rewritten(file: Path, target: Path, keys: dict) -> Path:
     """The same GGUF with further keys."""
     metadata, entries = read_gguf(file)
     writer = gguf.GGUFWriter(target, metadata["general.architecture"])
-    for key, value in (metadata | keys).items():
-        if not key.startswith(("general.architecture", "GGUF.")):
-            add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
-            add[type(value)](key, value)
+    unwritten = ("general.architecture", "GGUF.")  # by us: the writer has its own
+    write_out(writer, {k: v for k, v in (metadata | keys).items() if not k.startswith(unwritten)}, entries)
+    return target
+
+
+def write_out(writer: gguf.GGUFWriter, keys: dict, entries: dict) -> None:
+    add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
+    for key, value in keys.items():
+        add[type(value)](key, value)
     for name, entry in entries.items():
         writer.add_tensor(name, np.array(entry.data))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return target
 
 
 def test_tensors_that_overlap_are_refused(tmp_path):
