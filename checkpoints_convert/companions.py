@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 
-from ligermodels.checkpoints_convert.files import TOKENIZER_FILES, read_json
+from ligermodels.checkpoints_convert.files import TOKENIZER_FILES, read_json, read_text
 from ligermodels.errors import CheckpointError
 
 __all__ = ["TEMPLATE_FOLDER", "TOKENIZER_PARTS", "chat_templates", "companions", "content", "remove_stale"]
@@ -63,9 +63,9 @@ def chat_templates(files: Mapping[str, Path | dict], where: Path) -> dict[str, s
     templates = {}
     for name, path in files.items():
         if name == "chat_template.jinja":
-            templates["default"] = _read_text(path)
+            templates["default"] = read_text(path)
         elif name.startswith(TEMPLATE_FOLDER + "/"):
-            templates[PurePosixPath(name).stem] = _read_text(path)
+            templates[PurePosixPath(name).stem] = read_text(path)
     if templates:
         return templates
     value = content(files, "tokenizer_config.json").get("chat_template")
@@ -90,10 +90,3 @@ def chat_templates(files: Mapping[str, Path | dict], where: Path) -> dict[str, s
 def is_template_name(name: str) -> bool:
     """Whether a template of this name can be a file of its own in the folder of templates."""
     return bool(name) and PurePosixPath(name).name == name and not {"\0", "\\"} & set(name)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read as UTF-8 text: {error}") from error

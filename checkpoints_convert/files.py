@@ -64,6 +64,14 @@ def is_inside(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts and path.name != ""
 
 
+def read_text(path: Path) -> str:
+    """The text in ``path``. Raises CheckpointError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+
+
 def read_json(
     path: Path, error: type[CheckpointError | ConfigError] = CheckpointError, *, limit: int = MAX_CONFIG
 ) -> dict:

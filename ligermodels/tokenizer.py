@@ -23,6 +23,7 @@ from ligermodels.checkpoints_convert.companions import (
     companions,
     remove_stale,
 )
+from ligermodels.checkpoints_convert.files import read_text
 from ligermodels.errors import LigerError
 
 __all__ = ["StreamDecoder", "Tokenizer"]
@@ -72,7 +73,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise LigerError(_missing(folder))
-        content = _read_text(path)
+        content = read_text(path)
         try:
             backend = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library raises plain Exception
@@ -393,19 +394,12 @@ def _missing(folder: Path) -> str:
     )
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LigerError(f"{path}: cannot be read as UTF-8 text: {error}") from error
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in ``path``, or {} when there is no such file."""
     if not path.is_file():
         return {}
     try:
-        value = json.loads(_read_text(path))
+        value = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise LigerError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
