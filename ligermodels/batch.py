@@ -123,14 +123,15 @@ def _result(tokenizer: Tokenizer, answer: list[int], ends: list[int], strings: l
     ids = answer[:end]
     whole, shown = tokenizer.stream_decoder(skip_special_tokens=False), tokenizer.stream_decoder()
     text = visible = ""  # with special tokens, among which a stop string may be, and without
-    ends = [(0, 0)]  # of both, after each token
+    lengths = [(0, 0)]  # of both, after each token
     for count, token in enumerate(ids if strings else [], start=1):
         text, visible = text + whole.put(token), visible + shown.put(token)
-        ends.append((len(text), len(visible)))
+        lengths.append((len(text), len(visible)))
         found = [at for s in strings if (at := text.find(s)) >= 0]
         if found:  # padding follows
-            before = max(n for n, end in enumerate(ends) if end[0] <= min(found))  # tokens wholly before the string
-            cut = min(ends[before][1] + min(found) - ends[before][0], ends[before + 1][1])
+            # tokens wholly before the string
+            before = max(n for n, (length, _) in enumerate(lengths) if length <= min(found))
+            cut = min(lengths[before][1] + min(found) - lengths[before][0], lengths[before + 1][1])
             return {"completion": visible[:cut], "tokens": count, "finish": "stop"}
     visible = tokenizer.decode(ids, skip_special_tokens=True)
     return {"completion": visible, "tokens": len(ids), "finish": "length" if end is None else "stop"}

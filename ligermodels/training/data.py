@@ -13,6 +13,7 @@ from __future__ import annotations
 import array
 import bisect
 import collections
+import functools
 import itertools
 import json
 import warnings
@@ -332,7 +333,6 @@ class Loader:
         self._found = False  # a usable document in this epoch
         self._pool: collections.deque[Document] = collections.deque()  # of at most seq tokens each, if packing is "fit"
         self._order: Iterator[Any] | None = None
-        self._identity: dict[str, Any] | None = None
 
     def __iter__(self) -> Loader:
         return self
@@ -350,23 +350,22 @@ class Loader:
         pool = [(torch.tensor(d.ids), torch.tensor(d.labels), d.whole) for d in self._pool]
         names = ("epoch", "position", "skipped", "cut")
         state = {name: getattr(self, name) for name in names} | {"found": self._found, "pool": pool}
-        return state | {"data": self._known_by(), "made": self._made()}
+        return state | {"data": self._known_by, "made": self._made()}
 
     def _made(self) -> dict[str, Any]:
         """What decides which documents come in which order."""
         return {name: getattr(self, name) for name in ("seq", "packing", "shuffle", "seed", "window")}
 
+    @functools.cached_property
     def _known_by(self) -> dict[str, Any]:
         """What tells the data from other data: contents of files, or some records of a list; nothing of a stream."""
-        if self._identity is None:
-            self._identity = {}
-            if isinstance(self.source, Files):
-                self._identity = {f"file {n}": held for n, held in enumerate(self.source.contents(), start=1)}
-            elif self.indexed:
-                count = len(self.source)
-                some = sorted({i * (count - 1) // (SAMPLES - 1) for i in range(SAMPLES)})
-                self._identity = {"records": count} | {f"record {i}": _checksum(self.source, i) for i in some}
-        return self._identity
+        if isinstance(self.source, Files):
+            return {f"file {n}": held for n, held in enumerate(self.source.contents(), start=1)}
+        if not self.indexed:
+            return {}
+        count = len(self.source)
+        some = sorted({i * (count - 1) // (SAMPLES - 1) for i in range(SAMPLES)})
+        return {"records": count} | {f"record {i}": _checksum(self.source, i) for i in some}
 
     def load_state_dict(self, state: Mapping[str, Any], *, other_data: bool = False) -> None:
         """Go on from there; the source and the arguments must be those of the loader that gave the state.
@@ -381,7 +380,7 @@ class Loader:
             raise LigerError("not the state of a Loader" + (f": no {missing[0]}" if isinstance(state, Mapping) else ""))
         if listed := differences(state["made"], self._made()):
             raise LigerError(f"the data was read otherwise, its position means nothing: {listed}")
-        before, now = state["data"], self._known_by()
+        before, now = state["data"], self._known_by
         if before.get("records") != now.get("records"):  # other records were looked at
             before, now = ({"records": x["records"]} if "records" in x else {} for x in (before, now))
         if not other_data and (listed := differences(before, now)):
