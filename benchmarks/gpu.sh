@@ -8,6 +8,7 @@
 #   tokens       the linear loss over 256 to 131,072 tokens, three heads            150 s
 #   families     Qwen2.5-0.5B, Gemma-2-2B, Phi-3.5-mini, Mistral-7B, LLaVA-1.5-7B   290 s
 #   rows=A,B     rows of the table of training steps (step.py --table), their peers  25 s a run of 8B, 15 s else
+#                (STEP_OPTIONS="--steps 4 --warmup 2 --peers ours,liger" is passed on)
 #   experts      layer and training step of mixtures of experts                     150 s
 #   decode       generation: ours, then transformers                                50 s + 150 s
 #   load         a folder to the device beside the rate of pinned copies            60 s
@@ -63,8 +64,8 @@ for stage in "$@"; do
       run 120 "step-$1" python3 benchmarks/step.py --model "$1" --batch "$2" --seq "$3" --steps 4 --warmup 2 --timeout 90 --out "$R/step-$1.json"
     done
     ;;
-  rows=*) run 580 "rows" python3 benchmarks/step.py --table --rows "${stage#rows=}" --out-dir "$R" ;;
-  experts) run 260 experts python3 benchmarks/moe.py --out "$R/moe-h200.json" ;;
+  rows=*) run 580 "$stage" python3 benchmarks/step.py --table --rows "${stage#rows=}" --out-dir "$R" ${STEP_OPTIONS:-} ;;
+  experts) run 280 experts python3 benchmarks/moe.py --out "$R/moe-h200.json" ;;
   decode)
     run 120 decode python3 benchmarks/generate.py --peers ours --cases 1b-1,1b-16,1b-64,1b-prefill,8b-1 --repeats 3 --out "$R/generate-h200.json" --timeout 100
     run 200 decode-peers python3 benchmarks/generate.py --peers hf,hf-compile --cases 1b-1,1b-prefill,1b-16 --repeats 2 --out "$R/generate-h200.json" --timeout 95
@@ -72,7 +73,7 @@ for stage in "$@"; do
   load) run 100 load python3 benchmarks/load.py --gib 4 --device cuda --out "$R/load-h200.json" ;;
   convergence) run 240 convergence python3 benchmarks/convergence.py --steps 300 --out "$R/convergence-bf16-h200.json" ;;
   *)
-    sed -n 2,18p "$0"
+    sed -n 2,19p "$0"
     exit 2
     ;;
   esac
