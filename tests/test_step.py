@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -211,6 +212,27 @@ def test_the_optimiser_in_backward_on_the_gpu(plain_attention):
     assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
     layers = sum(p.numel() * 2 for p in models[0].model.layers.parameters())
     assert peaks[0] - peaks[1] > 0.5 * layers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("waiting", [0.0, 1 / 16, 1.0])
+def test_updates_behind_the_backward_give_the_bits_of_plain_steps(waiting, plain_attention, monkeypatch):
+    """However many gradients may wait, with products long enough that updates do wait."""
+    monkeypatch.setattr("ligermodels.training.in_backward.WAITING", waiting)
+    data, models = batches(4, "cuda", (4, 1024)), []
+    for cls in (torch.optim.AdamW, AdamWInBackward):
+        model = tiny_model("llama", vocab_size=32000, hidden_size=1024, num_hidden_layers=8, head_dim=64,
+                           intermediate_size=4096, num_attention_heads=16,
+                           max_position_embeddings=1024).cuda().to(torch.bfloat16)  # fmt: skip
+        optimizer = cls(model.parameters(), lr=1e-3, **({"fused": True} if cls is torch.optim.AdamW else {}))
+        ahead = getattr(optimizer, "ahead", contextlib.nullcontext)
+        for ids in data:
+            with ahead():
+                model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
 
 
 @pytest.mark.gpu
