@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What needs a CUDA machine, stage by stage; seconds are those of an H200 with 16 processor cores.
 #   OUT=/some/folder GIT_COMMIT=$(git rev-parse HEAD) bash benchmarks/gpu.sh tests kernels ...
-#   tests        every GPU test, in 14 processes                                    180 s
+#   tests        every GPU test, in 14 processes; tests=FILE,FILE for some of them   180 s
 #   sanitizer    compute-sanitizer over all kernels, small                          190 s (beside tests both take longer)
 #   kernels      the table of kernels but the linear loss, then the linear loss     230 s + 70 s
 #   sweep        widths and vocabularies; compiles for the peers beforehand         130 s
@@ -45,7 +45,11 @@ run() { # seconds, name of the log, command
 for stage in "$@"; do
   echo "--- $stage, after $SECONDS s"
   case $stage in
-  tests) run 260 pytest python3 -m pytest -v -rfE -m gpu -n 14 --dist worksteal -p no:cacheprovider --durations=8 ;;
+  tests | tests=*)
+    files=()
+    [[ $stage == tests ]] || IFS=, read -ra files <<<"${stage#tests=}"
+    run 260 pytest python3 -m pytest -v -rfE -m gpu -n 14 --dist worksteal -p no:cacheprovider --durations=8 "${files[@]}"
+    ;;
   sanitizer) run 260 sanitizer compute-sanitizer --error-exitcode 9 python3 benchmarks/kernels.py --quick --peers "ours,ours fast,ours lean" ;;
   kernels)
     only=$(printf -- '--only %s ' rms_norm rope swiglu cross_entropy add_rms_norm qk_norm_rope geglu swiglu_packed embedding)
