@@ -152,6 +152,26 @@ def loss_shares(reports: list[tuple[Path, dict]]) -> list[str]:
     return [f"The loss (head and cross entropy together) takes of our step: {', '.join(found)}.", ""] if found else []
 
 
+HOW = {
+    "--checkpointing": "checkpointing",
+    "--accumulation": "micro-batches",
+    "--host-gib": "GiB of host memory",
+    "--optimizer-in-backward": "optimizer in backward",
+    "--cuda-graph": "captured",
+}
+
+
+def how(settings: dict, number: int) -> str:
+    """What one run of a row of step.py's table did its own way: ", captured"."""
+    words = settings.get("options", [["", ""]] * (number + 1))[number][1].split()
+    said = []
+    for option, name in HOW.items():
+        if option in words:
+            value = words[words.index(option) + 1 :][:1]
+            said.append(f"{value[0]} {name}" if value and value[0].isdigit() else name)
+    return "".join(f", {text}" for text in said)
+
+
 def rows(report: dict) -> list[str]:
     """One line of the table for each peer of one result file of step.py."""
     settings, results = report["settings"], report["results"]
@@ -162,8 +182,8 @@ def rows(report: dict) -> list[str]:
     title += ", full checkpointing" * settings["checkpointing"]
     title += f", within {settings['cap_gib']:g} GiB" if settings["cap_gib"] else ""
     lines = []
-    for r in results:
-        cells = [title, report["environment"]["device"], r["peer"]]
+    for number, r in enumerate(results):
+        cells = [title, report["environment"]["device"], r["peer"] + how(settings, number)]
         if "tokens_per_s" in r:
             cells.append(f"{r['tokens_per_s']:,.0f}")
             cells.append(f"{r['tokens_per_s'] / best['tokens_per_s']:.2f}" if best else "–")

@@ -63,3 +63,14 @@ def test_plots(tmp_path, monkeypatch):
     bars, lines = ((tmp_path / f"{name}.svg").read_text() for name in ("kernels", "tokens"))
     assert "<!-- compile -->" in bars and "<!-- ours = 1" not in bars
     assert "<!-- liger -->" in lines and "tokens" in lines
+
+
+def test_a_training_step_says_what_each_run_did_its_own_way():
+    results = [{"peer": peer, "tokens_per_s": 100.0, "peak_gib": 2.0} for peer in ("ours", "ours", "liger")]
+    settings = {"model": "m", "batch": 4, "seq": 8, "accumulation": 1, "checkpointing": False, "cap_gib": 80}
+    settings["options"] = [["ours", "--fit 80"], ["ours", "--host-gib 40 --cuda-graph"], ["liger", "--accumulation 4"]]
+    lines = load("benchmarks/readme_table.py").rows(
+        {"settings": settings, "environment": ENVIRONMENT, "results": results}
+    )
+    peers = [line.split(" | ")[2] for line in lines]
+    assert peers == ["ours", "ours, 40 GiB of host memory, captured", "liger, 4 micro-batches"]
