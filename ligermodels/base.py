@@ -34,6 +34,7 @@ from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.layers.attention import Visibility, check_cu_seqlens, document_positions, visibility
 from ligermodels.layers.cache import KVCache
 from ligermodels.layers.memory import can_keep_attention, run_again, set_level, split_level
+from ligermodels.layers.meta import on_meta
 from ligermodels.layers.offload import Offload, apart_of
 from ligermodels.layers.rotary import RotaryEmbedding
 from ligermodels.planner import Plan, plan_memory
@@ -144,7 +145,7 @@ class CausalLM(nn.Module):
             )
         if any(info.is_fp8 for info in weights.tensors.values()):
             config.extra.pop("quantization_config", None)  # what is loaded, and saved again, is not quantised
-        with torch.device("meta"):
+        with on_meta():
             model = cls(config)
         if config.tie_word_embeddings and _tied_head_differs(weights, cls.text_prefix):
             warnings.warn(
@@ -152,7 +153,7 @@ class CausalLM(nn.Module):
                 stacklevel=2,
             )
             config.tie_word_embeddings = False
-            with torch.device("meta"):
+            with on_meta():
                 model = cls(config)
         model._load(weights, dtype, device)
         model.generation_config = generation_config
@@ -173,9 +174,10 @@ class CausalLM(nn.Module):
         expected = {name: tuple(p.shape) for name, p in self.named_parameters()}
         tied = (f"{self.text_prefix}lm_head.weight",) if self.config.tie_word_embeddings else ()
         check_names(weights, expected, optional=tied, model_type=self.config.model_type)
+        modules = dict(self.named_modules())
         for name, tensor in weights.stream(expected, dtype=dtype, device=device, mapped=True, ahead=_AHEAD):
             module, _, leaf = name.rpartition(".")
-            setattr(self.get_submodule(module), leaf, nn.Parameter(tensor))
+            setattr(modules[module], leaf, nn.Parameter(tensor))
         self.tie_weights()
         for module in self.modules():
             if isinstance(module, RotaryEmbedding):
@@ -190,7 +192,7 @@ class CausalLM(nn.Module):
         """
         # Each shared parameter once; torch.compile(layer) in place of a layer shows in the names alone.
         tensors = {name.replace("_orig_mod.", ""): p.detach() for name, p in self.named_parameters()}
-        with torch.device("meta"):
+        with on_meta():
             expected = {name: p.shape for name, p in type(self)(self.config).named_parameters()}
         wrong = [
             f"{name} {list(tensors[name].shape) if name in tensors else 'missing'}, "

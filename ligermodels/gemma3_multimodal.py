@@ -60,7 +60,8 @@ class Gemma3Projector(nn.Module):
     def __init__(self, config: Gemma3MultimodalConfig):
         super().__init__()
         W, H = config.vision_config.hidden_size, config.text_config.hidden_size
-        self.mm_input_projection_weight = nn.Parameter(torch.randn(W, H) * config.text_config.initializer_range)
+        self.mm_input_projection_weight = nn.Parameter(torch.empty(W, H))
+        nn.init.normal_(self.mm_input_projection_weight, std=config.text_config.initializer_range)
         self.mm_soft_emb_norm = RMSNorm(W, config.vision_config.layer_norm_eps, offset=1.0, casting="gemma")
         self.patches = config.vision_config.patches_per_side
         self.square = self.patches // math.isqrt(config.mm_tokens_per_image)

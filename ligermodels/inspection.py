@@ -22,6 +22,7 @@ from ligermodels.checkpoints_convert.quantised import scheme
 from ligermodels.checkpoints_convert.safetensors_file import BITS, DTYPES, read_header
 from ligermodels.config import DTYPES as DTYPE_BY_NAME
 from ligermodels.errors import CheckpointError, ConfigError, LigerError
+from ligermodels.layers.meta import on_meta
 from ligermodels.planner import plan_memory
 
 Headers = dict[str, dict[str, tuple[str, tuple[int, ...]]]]  # file → tensor → (dtype, shape)
@@ -101,7 +102,7 @@ def training_memory(summary: Summary, batch: int, seq: int, level: str) -> int:
 
     What tower and projector of a model that reads images keep for backward is not counted. See ``planner.py``.
     """
-    with torch.device("meta"):
+    with on_meta():
         model = ligermodels.MODELS[summary.model_type](copy.deepcopy(summary.config)).to(summary.dtype or torch.float32)
     text = getattr(model, "language_model", model)
     others = sum(p.nbytes for p in model.parameters()) - sum(p.nbytes for p in text.parameters())

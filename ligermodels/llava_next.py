@@ -93,7 +93,8 @@ class LigerLlavaNext(LigerLlava):
     def __init__(self, config: LlavaNextConfig):
         super().__init__(config)
         H = config.text_config.hidden_size
-        self.image_newline = nn.Parameter(torch.randn(H) * H**-0.5)
+        self.image_newline = nn.Parameter(torch.empty(H))
+        nn.init.normal_(self.image_newline, std=H**-0.5)
 
     def image_features(self, pixel_values: torch.Tensor, sizes: list[tuple[int, int]]) -> list[torch.Tensor]:
         """Tiles of N images of these (height, width) in pixels -> the features of each, (its image tokens, H)."""

@@ -283,7 +283,8 @@ class ClipVisionTower(VisionTower):
     def __init__(self, config: ClipVisionConfig):
         super().__init__(config)
         H = config.hidden_size
-        self.embeddings.class_embedding = nn.Parameter(torch.randn(H) * config.initializer_range)
+        self.embeddings.class_embedding = nn.Parameter(torch.empty(H))
+        nn.init.normal_(self.embeddings.class_embedding, std=config.initializer_range)
         self.pre_layrnorm = LayerNorm(H, config.layer_norm_eps)  # spelt so in the files
 
     def embed(self, pixel_values: torch.Tensor) -> torch.Tensor:

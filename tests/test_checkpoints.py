@@ -15,6 +15,7 @@ from convert_cases import same
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 from tiny import TINY
+from tiny_llava import write_tiny_llava
 
 import ligermodels
 from ligermodels.checkpoints_convert import hf, reading
@@ -119,6 +120,23 @@ def test_reads_straight_to_cuda(folder, monkeypatch, target):
     read = dict(open_checkpoint(folder).stream(dtype=target, device="cuda"))
     assert all(tensor.is_cuda for tensor in read.values())
     assert same({n: t.cpu() for n, t in read.items()}, {n: t.to(target) for n, t in some_tensors().items()})
+
+
+LOAD = """
+import sys
+import ligermodels
+before = set(sys.modules)
+ligermodels.from_pretrained(sys.argv[1])
+print(len(set(sys.modules) - before), "torch._dynamo" in sys.modules)
+"""
+
+
+def test_the_first_load_imports_next_to_nothing(tmp_path):
+    """A model is built to be filled: were it filled with random numbers first, torch would import its compiler."""
+    command = [sys.executable, "-c", LOAD, str(write_tiny_llava(tmp_path))]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=ENV).stdout
+    new, compiler = output.split()
+    assert int(new) < 20 and compiler == "False"
 
 
 def test_junk_buffers_are_dropped(tmp_path):
