@@ -28,6 +28,7 @@ CHUNK = 8 << 20  # what one thread reads at a time: Python's share of a chunk (s
 _READ = 1 << 30  # one read() moves less than 2 GiB on Linux, and fails above it on macOS
 THREADS = 16  # at most; one core copies some 5-10 GB/s out of the page cache, 16 about 40, a GPU takes 50
 _SPARE = 4  # buffers of the ring beyond one a thread: full ones that wait for their turn, or are on their way
+_GRAIN, _SMALL = 512, 1 << 20  # of torch's CUDA allocator: sizes are rounded up; up to this they share small segments
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,29 @@ def stream_tensors(
                 yield readers.finish(*pending.popleft())
         while pending:
             yield readers.finish(*pending.popleft())
+
+
+def reserve(sizes: Iterable[int], device: torch.device) -> None:
+    """Let torch's CUDA allocator find the memory for tensors of ``sizes`` bytes in one piece, if ``device`` is such.
+
+    Else each is a cudaMalloc, which takes up to a millisecond. One block of their sum is allocated and freed at once:
+    it stays in the allocator's cache, and the tensors are cut out of it without gaps. For those who load all of them,
+    and keep them. The price: empty_cache() gives the piece back once none of them is left; until then, what is freed of
+    it serves torch's own tensors alone.
+
+    Nothing happens where it would not fit (loading will say so), where much is cached already (it is used first, and
+    the block would come on top), where the allocator was told not to split such blocks (it would lie idle), and for
+    allocators other than torch's own.
+    """
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
+        return
+    total = sum(-(-size // _GRAIN) * _GRAIN for size in sizes if size > _SMALL)
+    free = torch.cuda.mem_get_info(device)[0]
+    stats = torch.cuda.memory_stats(device)
+    cached = stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0)
+    largest = stats.get("max_split_size", -1)  # below 0: no limit
+    if total <= free and cached < total / 8 and not 0 <= largest <= total:
+        torch.empty(total, dtype=torch.uint8, device=device)
 
 
 # ---------------------------------------------------------------------------------------------------------- mapping

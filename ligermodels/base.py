@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import nn
 from ligermodels import generation
 from ligermodels.checkpoints_convert.hf import Checkpoint, check_names, open_checkpoint, read_config, save_checkpoint
 from ligermodels.checkpoints_convert.hub import download
-from ligermodels.checkpoints_convert.reading import same_values
+from ligermodels.checkpoints_convert.reading import reserve, same_values
 from ligermodels.checkpoints_convert.rewrites import to_model_names
 from ligermodels.config import Config, resolve_dtype
 from ligermodels.decode import KeptDecoder
@@ -174,6 +175,7 @@ class CausalLM(nn.Module):
         expected = {name: tuple(p.shape) for name, p in self.named_parameters()}
         tied = (f"{self.text_prefix}lm_head.weight",) if self.config.tie_word_embeddings else ()
         check_names(weights, expected, optional=tied, model_type=self.config.model_type)
+        reserve((prod(shape) * dtype.itemsize for shape in expected.values()), device)
         modules = dict(self.named_modules())
         for name, tensor in weights.stream(expected, dtype=dtype, device=device, mapped=True, ahead=_AHEAD):
             module, _, leaf = name.rpartition(".")

@@ -18,6 +18,7 @@ from tiny import TINY
 from tiny_llava import write_tiny_llava
 
 import ligermodels
+from ligermodels import base
 from ligermodels.checkpoints_convert import hf, reading
 from ligermodels.checkpoints_convert.hf import check_names, open_checkpoint, read_config, save_checkpoint
 from ligermodels.checkpoints_convert.save import parse_size
@@ -120,6 +121,53 @@ def test_reads_straight_to_cuda(folder, monkeypatch, target):
     read = dict(open_checkpoint(folder).stream(dtype=target, device="cuda"))
     assert all(tensor.is_cuda for tensor in read.values())
     assert same({n: t.cpu() for n, t in read.items()}, {n: t.to(target) for n, t in some_tensors().items()})
+
+
+GIB = 1 << 30
+STATS = {"reserved_bytes.all.current": 3 * GIB, "allocated_bytes.all.current": 3 * GIB}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "expected"),
+    [
+        ([GIB, 3 << 20], {}, GIB + (3 << 20)),
+        ([GIB + 1, GIB + 511, GIB + 512], {}, 3 * GIB + 3 * 512),  # rounded up one by one
+        ([GIB, 1 << 20, 4096], {}, GIB),  # what is small comes from segments of its own
+        ([4096], {}, None),
+        ([4 * GIB], {}, 4 * GIB),  # just what is free
+        ([4 * GIB, 2 << 20], {}, None),
+        ([GIB], {"allocated_bytes.all.current": 3 * GIB - GIB // 8 + 1}, GIB),
+        ([GIB], {"allocated_bytes.all.current": 3 * GIB - GIB // 8}, None),  # a model was freed: its memory comes first
+        ([GIB], {"max_split_size": -1}, GIB),
+        ([GIB], {"max_split_size": 2 * GIB}, GIB),
+        ([GIB], {"max_split_size": GIB}, None),
+        ([GIB], {"backend": "cudaMallocAsync"}, None),
+    ],
+)
+def test_memory_on_a_gpu_is_found_in_one_piece(monkeypatch, sizes, changes, expected):
+    allocated = []
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: changes.get("backend", "native"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: STATS | changes)
+    monkeypatch.setattr(torch, "empty", lambda size, *, dtype, device: allocated.append((size, dtype, device)))
+    reading.reserve(iter(sizes), torch.device("cuda:1"))
+    monkeypatch.undo()
+    assert allocated == ([] if expected is None else [(expected, torch.uint8, torch.device("cuda:1"))])
+
+
+def test_memory_is_asked_for_once_all_was_checked_and_before_anything_is_read(tmp_path, monkeypatch):
+    model = ligermodels.LigerLlama(ligermodels.LlamaConfig.from_hf(TINY | {"tie_word_embeddings": True}))
+    model.save_pretrained(tmp_path)
+    calls = []
+    monkeypatch.setattr(base, "reserve", lambda sizes, device: calls.append((sorted(sizes), device)))
+    monkeypatch.setattr(hf, "stream_tensors", lambda *_, **__: calls.append("read") or iter(()))
+    ligermodels.from_pretrained(tmp_path, dtype="bfloat16", device="meta")
+    assert calls == [(sorted(p.numel() * 2 for p in model.parameters()), torch.device("meta")), "read"]
+    calls.clear()
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"tie_word_embeddings": True, "intermediate_size": 16}))
+    with pytest.raises(CheckpointError, match="other shape"):
+        ligermodels.from_pretrained(tmp_path)
+    assert not calls
 
 
 LOAD = """

@@ -190,7 +190,10 @@ def test_loading_to_the_gpu_never_holds_the_weights_on_the_host(tmp_path):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before, device_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, torch.cuda.memory_allocated()
+    segments = torch.cuda.memory_stats()["segment.large_pool.allocated"]
     LigerLlama.from_pretrained(tmp_path, device="cuda")
+    # One piece for all parameters above 1 MiB, and no need of another.
+    assert torch.cuda.memory_stats()["segment.large_pool.allocated"] == segments + 1
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert grown < 0.2 * size
     assert torch.cuda.max_memory_allocated() - device_before < 1.1 * size + 64e6
