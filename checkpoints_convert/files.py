@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import BinaryIO
 
@@ -56,6 +57,7 @@ def is_file(path: Path) -> bool:
         return False
 
 
+@lru_cache(256)  # an index names the same file for hundreds of tensors
 def is_inside(name: str) -> bool:
     """Whether a name read from a file stays in its folder. Lexical: links of the hub's cache lead out, and may."""
     if not name or "\0" in name or "\\" in name or PureWindowsPath(name).drive:

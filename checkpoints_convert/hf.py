@@ -176,7 +176,8 @@ def open_checkpoint(folder: str | PathLike) -> Checkpoint:
                 + ": the index belongs to other shards"
             )
         owner |= weight_map
-    entries = {name: (folder / file, found[file][name]) for name, file in owner.items() if not _JUNK.search(name)}
+    paths = {file: folder / file for file in files}
+    entries = {name: (paths[file], found[file][name]) for name, file in owner.items() if not _JUNK.search(name)}
     if not entries:
         raise CheckpointError(f"{folder} holds no weights: {', '.join(files)} has no tensors")
     tensors = plain_tensors(folder, entries, _quantization(folder))
