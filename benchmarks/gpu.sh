@@ -3,7 +3,8 @@
 #   OUT=/some/folder GIT_COMMIT=$(git rev-parse HEAD) bash benchmarks/gpu.sh tests kernels ...
 #   tests        every GPU test, in 14 processes; tests=FILE,FILE for some of them   180 s
 #   sanitizer    compute-sanitizer over all kernels, small                          190 s (beside tests both take longer)
-#   kernels      the table of kernels but the linear loss, then the linear loss     230 s + 70 s
+#   kernels      the table of kernels but the linear loss                           230 s
+#   losses       the linear loss                                                    70 s
 #   sweep        widths and vocabularies; compiles for the peers beforehand         130 s
 #   tokens       the linear loss over 256 to 131,072 tokens, three heads            150 s
 #   families     Qwen2.5-0.5B, Gemma-2-2B, Phi-3.5-mini, Mistral-7B, LLaVA-1.5-7B   290 s
@@ -54,8 +55,8 @@ for stage in "$@"; do
   kernels)
     only=$(printf -- '--only %s ' rms_norm rope swiglu cross_entropy add_rms_norm qk_norm_rope geglu swiglu_packed embedding)
     run 290 kernels python3 benchmarks/kernels.py $only --out "$R/kernels-h200.json"
-    run 120 linear python3 benchmarks/kernels.py --only linear_cross_entropy --out "$R/kernels-losses-h200.json"
     ;;
+  losses) run 120 losses python3 benchmarks/kernels.py --only linear_cross_entropy --out "$R/kernels-losses-h200.json" ;;
   sweep)
     for i in 0 1 2 3 4 5 6; do python3 benchmarks/kernels.py --warm $i/7 >/dev/null 2>&1 & done
     wait
@@ -77,7 +78,7 @@ for stage in "$@"; do
   load) run 100 load python3 benchmarks/load.py --gib 4 --device cuda --out "$R/load-h200.json" ;;
   convergence) run 240 convergence python3 benchmarks/convergence.py --steps 300 --out "$R/convergence-bf16-h200.json" ;;
   *)
-    sed -n 2,19p "$0"
+    sed -n 2,20p "$0"
     exit 2
     ;;
   esac
