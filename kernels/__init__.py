@@ -10,7 +10,7 @@ from ligermodels.kernels.layer_norm import layer_norm
 from ligermodels.kernels.linear_cross_entropy import LossOutput, linear_cross_entropy, linear_logprob
 from ligermodels.kernels.moe import moe_mlp, moe_route
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
-from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
+from ligermodels.kernels.rms_norm import add_rms_norm, fork_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "add_rms_norm",
     "cross_entropy",
     "embedding",
+    "fork_rms_norm",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

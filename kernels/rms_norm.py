@@ -1,4 +1,4 @@
-"""RMSNorm, alone or after the addition to the residual stream.
+"""RMSNorm, alone, after the addition to the residual stream, or where that stream forks off.
 
     x̂ = x / sqrt(mean(x², -1) + eps)          y = x̂ · (weight + offset)
 
@@ -13,7 +13,8 @@ the identity):
     dx = r · (g − x̂ · mean(g · x̂))            dweight = Σ_rows dy · x̂
 
 Bytes that must move for N rows of D elements of s bytes: forward 2·N·D·s, backward 3·N·D·s; with the addition
-4·N·D·s each. Saved for backward: x (or the sum) and r, fp32, N values.
+4·N·D·s each; with the fork 2·N·D·s and 4·N·D·s, where a separate sum of the two gradients of x would move 6·N·D·s.
+Saved for backward: x (or the sum) and r, fp32, N values.
 
 The weight gradient is summed in fp32 in a fixed order, so it is the same bits in every run: a fixed number of programs
 walks the rows, each keeps a partial sum in registers, and a second kernel adds the partial sums.
@@ -419,6 +420,24 @@ def _backward_add_norm(ctx, dy, dtotal, _):
     return dx if need_x else None, dx if need_residual else None, dw, None, None, None
 
 
+class _ForkNorm(torch.autograd.Function):
+    """(rms_norm(x), x) as one node. No operator: those of torch.library must not give out what they were given."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, offset, llama):
+        y, rstd = _norm_op(x, weight, eps, offset, llama)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.offset = offset
+        ctx.set_materialize_grads(False)
+        return y, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy, dx):
+        if dy is None:  # the norm was not used
+            return dx, None, None, None, None
+        return *_gradients(ctx, dy, dx, *ctx.needs_input_grad[:2]), None, None, None
+
+
 _norm_op = register(
     "rms_norm(Tensor x, Tensor? weight, float eps, float offset, bool llama) -> (Tensor, Tensor)",
     lambda x, weight, eps, offset, llama: _launch_forward(x, None, weight, eps, offset, llama)[::2],
@@ -501,3 +520,24 @@ def add_rms_norm(
     if use_triton(x) and x.dtype != torch.float64:
         return _add_norm_op(x, residual, weight, eps, offset, casting == "llama")[:2]
     return add_rms_norm_reference(x, residual, weight, eps, offset=offset, casting=casting)
+
+
+def fork_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm x where the residual stream forks off: ``(rms_norm(x), x)``, whose gradients are added in one pass.
+
+    The second result is x or a view of it, never a copy. Used in place of x from here on, it brings its gradient into
+    the norm's backward, which adds the two in fp32 and rounds once. Everything else as ``rms_norm``.
+    """
+    check_norm("fork_rms_norm", x, weight, casting)
+    if not use_triton(x) or x.dtype == torch.float64:
+        return rms_norm_reference(x, weight, eps, offset=offset, casting=casting), x
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _ForkNorm.apply(x, weight, eps, offset, casting == "llama")
+    return _norm_op(x, weight, eps, offset, casting == "llama")[0], x

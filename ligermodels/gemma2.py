@@ -112,7 +112,7 @@ class Gemma2Block(nn.Module):
         self.recompute = True
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        h = self.input_layernorm(x)
+        h, x = self.input_layernorm(x, fork=True)  # the same x; its gradients meet in the norm's backward
         with recompute(h, self.input_layernorm, x, enabled=self.recompute):
             attended = self.self_attn(h, context)
         attended = self.post_attention_layernorm(attended)

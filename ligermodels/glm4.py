@@ -44,7 +44,7 @@ class Glm4Block(GlmBlock):
         self.post_mlp_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        h = self.input_layernorm(x)
+        h, x = self.input_layernorm(x, fork=True)  # the same x; its gradients meet in the norm's backward
         with recompute(h, self.input_layernorm, x, enabled=self.recompute):
             attended = self.self_attn(h, context)
         attended = self.post_self_attn_layernorm(attended)

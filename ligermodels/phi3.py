@@ -126,7 +126,7 @@ class Phi3Block(LlamaBlock):
         self.dropout = config.resid_pdrop
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        h = self.input_layernorm(x)
+        h, x = self.input_layernorm(x, fork=True)  # the same x; its gradients meet in the norm's backward
         with recompute(h, self.input_layernorm, x, enabled=self.recompute):
             attended = F.dropout(self.self_attn(h, context), self.dropout, self.training)
         h, residual = self.post_attention_layernorm(attended, x)  # residual = x + attended, in the same pass

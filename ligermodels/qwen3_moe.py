@@ -107,7 +107,7 @@ class Qwen3MoeBlock(nn.Module):
         self.recompute = True
 
     def forward(self, x: torch.Tensor, context: Context) -> tuple[torch.Tensor, Routing | None]:
-        h = self.input_layernorm(x)
+        h, x = self.input_layernorm(x, fork=True)  # the same x; its gradients meet in the norm's backward
         with recompute(h, self.input_layernorm, x, enabled=self.recompute):
             attended = self.self_attn(h, context)
         h, residual = self.post_attention_layernorm(attended, x)  # residual = x + attended, in the same pass

@@ -1,4 +1,4 @@
-"""rms_norm and add_rms_norm: facts of kernels/rms_norm.py."""
+"""rms_norm, add_rms_norm and fork_rms_norm: facts of kernels/rms_norm.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from kernel_cases import (
 )
 
 from ligermodels import LigerError
-from ligermodels.kernels import add_rms_norm, rms_norm
+from ligermodels.kernels import add_rms_norm, fork_rms_norm, rms_norm
+from ligermodels.kernels._dispatch import use_triton
 
 EPS = 1e-5
 
@@ -33,6 +34,10 @@ def norm(offset=0.0, casting="llama"):
 
 def add_norm(x, residual, w):
     return add_rms_norm(x, residual, w, EPS)
+
+
+def fork(x, w):
+    return fork_rms_norm(x, w, EPS)
 
 
 def llama(x, w):
@@ -88,6 +93,28 @@ def test_add_rms_norm_and_its_gradients_are_as_exact_as_eager(device, dtype, blo
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_fork_rms_norm_and_its_gradients_are_as_exact_as_eager(device, dtype, blocks):
+    x, w = tensor(2, 3, 33, like=(dtype, device)), tensor(33, like=(dtype, device))
+    check_exact(fork, lambda x, w: (llama(x, w), x), lambda x, w: (exact(0.0)(x, w), x), (x, w))
+    check_exact(
+        lambda x, w: fork_rms_norm(x, w, EPS, offset=1.0, casting="gemma"),
+        lambda x, w: (gemma(x, w), x), lambda x, w: (exact(1.0)(x, w), x), (x, w),
+    )  # fmt: skip
+    check_repeatable(fork, (x, w))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("device", FUSED_DEVICES)
+def test_fork_rms_norm_rounds_the_sum_of_the_gradients_once(device, dtype, blocks):
+    """As add_rms_norm does, whose sum with zeros is x."""
+    x, w = tensor(5, 33, like=(dtype, device)), tensor(33, like=(dtype, device))
+    _, _, dx, dw = run(fork, (x, w))
+    _, _, expected_dx, _, expected_dw = run(add_norm, (x, torch.zeros_like(x).requires_grad_(), w))
+    assert torch.equal(dx, expected_dx) and torch.equal(dw, expected_dw)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(4099, 896), (1000, 4096), (300, 5001), (70, 16384), (133, 20001)], ids=str)
@@ -95,6 +122,7 @@ def test_real_sizes_on_the_gpu(shape, dtype):
     x, w = tensor(*shape, like=(dtype, "cuda")), tensor(shape[-1], like=(dtype, "cuda"))
     check_exact(norm(), llama, exact(0.0), (x, w))
     check_repeatable(norm(), (x, w))
+    check_exact(fork, lambda x, w: (llama(x, w), x), lambda x, w: (exact(0.0)(x, w), x), (x, w))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 3e2, 1e4])
@@ -152,6 +180,7 @@ def test_strides(device, blocks, dim):
     x, w = tensor(2, 3, dim, like=(torch.float32, device)), tensor(dim, like=(torch.float32, device), grad=False)
     check_strides(lambda x: norm()(x, w), (x,))
     check_strides(lambda x, r: add_norm(x, r, w), (x, tensor(2, 3, dim, like=(x.dtype, device), seed=1)))
+    check_strides(lambda x: fork(x, w), (x,))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -160,6 +189,7 @@ def test_no_rows(device):
     y, dx, dw = run(norm(), (x, w))
     assert y.shape == dx.shape == x.shape and torch.equal(dw, torch.zeros_like(w))
     assert [t.shape for t in run(add_norm, (x, x.detach(), w))][:3] == [x.shape] * 3
+    assert [t.shape for t in run(fork, (x, w))] == [x.shape] * 3 + [w.shape]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -168,6 +198,9 @@ def test_only_wanted_gradients_are_computed(device, blocks):
     _, dx, dw = run(norm(), (x, w))
     assert torch.equal(run(norm(), (x, w.detach()))[1], dx)
     assert torch.equal(run(norm(), (x.detach(), w))[1], dw)
+    _, _, dx, _ = run(fork, (x, w))
+    assert torch.equal(run(fork, (x, w.detach()))[2], dx)
+    assert torch.equal(run(lambda x: fork_rms_norm(x, None, EPS), (x,))[2], run(fork, (x, torch.ones_like(w)))[2])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -181,11 +214,45 @@ def test_add_rms_norm_with_one_of_its_results_unused(device, blocks):
     assert torch.equal(total, x + r) and torch.equal(dx, dr) and dw is None
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_fork_rms_norm_with_one_of_its_results_unused(device, blocks):
+    x, w = tensor(5, 33, like=(torch.float32, device)), tensor(33, like=(torch.float32, device))
+    assert all(map(torch.equal, run(lambda *t: fork(*t)[0], (x, w)), run(norm(), (x, w))))
+    grad = tensor(5, 33, like=(torch.float32, device), seed=2, grad=False)
+    same, dx, dw = run(lambda *t: fork(*t)[1], (x, w), [grad])
+    assert torch.equal(same, x) and torch.equal(dx, grad) and dw is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fork_rms_norm_copies_and_keeps_nothing_of_x(device):
+    """x, the second result and what is saved of x are one storage."""
+    x, w = tensor(5, 33, like=(torch.float32, device)), tensor(33, like=(torch.float32, device))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        _, same = fork(x * 1, w)
+    storages = {t.untyped_storage().data_ptr() for t in saved if t.shape == x.shape}
+    assert same.untyped_storage().data_ptr() in storages
+    assert len(storages) == 1 or not use_triton(x)  # the reference keeps what its operations keep
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fork_rms_norm_records_nothing_that_nobody_wants(device):
+    x, w = tensor(5, 33, like=(torch.float32, device)), tensor(33, like=(torch.float32, device))
+    with torch.no_grad():
+        y, same = fork(x, w)
+    assert same is x and not y.requires_grad and torch.equal(y, norm()(x, w))
+    y, same = fork(x.detach(), w)
+    assert y.requires_grad and not same.requires_grad
+    grads = [torch.autograd.grad(f, w, torch.ones_like(y))[0] for f in (y, norm()(x, w))]
+    assert torch.equal(*grads)
+
+
 @pytest.mark.parametrize("device", FUSED_DEVICES)
 def test_compiles(device):
     def both(x, r, w):
         y, total = add_rms_norm(x, r, w, EPS)
-        return norm()(y, w) + total
+        y, total = fork_rms_norm(norm()(y, w) + total, w, EPS)
+        return y + total
 
     w = tensor(16, like=(torch.float32, device))
     make = lambda n: (tensor(n, 16, like=(w.dtype, device)), tensor(n, 16, like=(w.dtype, device), seed=1), w)  # noqa: E731
@@ -198,12 +265,16 @@ def test_a_second_derivative_is_refused(device):
     (dx,) = torch.autograd.grad(rms_norm(x, None).sum(), x, create_graph=True)
     with pytest.raises(LigerError, match="second derivative"):
         dx.sum().backward()
+    (dx,) = torch.autograd.grad(sum(t.sum() for t in fork_rms_norm(x, None)), x, create_graph=True)
+    with pytest.raises(LigerError, match="second derivative"):
+        dx.sum().backward()
 
 
 @pytest.mark.parametrize("device", [CUDA])
 def test_captures(device):
     x, w = tensor(40, 100, like=(torch.bfloat16, device)), tensor(100, like=(torch.bfloat16, device))
     check_captures(add_norm, (x, x.detach().clone().requires_grad_(), w))
+    check_captures(fork, (x, w))
 
 
 @pytest.mark.gpu
@@ -229,3 +300,5 @@ def test_errors_name_the_argument():
         rms_norm(x, None, casting="hf")
     with pytest.raises(LigerError, match="residual"):
         add_rms_norm(x, torch.ones(1, 8), None)
+    with pytest.raises(LigerError, match="fork_rms_norm: weight has shape"):
+        fork_rms_norm(x, torch.ones(7))

@@ -49,6 +49,14 @@ FAULTS = {
         "rms_norm", "                dx += dtotal.to(tl.float32)\n", "                dx += 0.0\n",
         "norm", "add_rms_norm_and_its_gradients and float32 and one",
     ),
+    "gradient of the forked stream dropped": (
+        "rms_norm", "_gradients(ctx, dy, dx, *ctx", "_gradients(ctx, dy, None, *ctx",
+        "norm", "fork_rms_norm_and_its_gradients and float32 and one",
+    ),
+    "gradient of the forked stream dropped where the norm is unused": (
+        "rms_norm", "return dx, None, None, None, None", "return (None,) * 5",
+        "norm", "fork_rms_norm_with_one and one",
+    ),
     "partial sum of one program lost": (
         "rms_norm", "sum_rows(partial, weight.dtype) if",
         "sum_rows(partial[: max(1, len(partial) - 1)], weight.dtype) if",
