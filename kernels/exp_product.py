@@ -262,32 +262,43 @@ def scale_rows(source: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> 
         _scale_rows_kernel[(rows, cdiv(dim, 1024))](source, scale, out, dim, BLOCK=1024, num_warps=4)
 
 
+@triton.jit
+def _rest_of_rows(x, keys, order, scale, label, key, at, n, dim, cols, ROWS: tl.constexpr):
+    """What ROWS places from ``at`` on add, and whether all of them have the label ``key``."""
+    places = at + tl.arange(0, ROWS)
+    same = tl.load(keys + places, mask=places < n, other=-1) == key
+    token = tl.load(order + places, mask=same, other=0)
+    factor = tl.load(scale + token, mask=same, other=0.0)
+    inside = same[:, None] & (cols < dim)[None, :]
+    value = tl.load(x + token[:, None] * dim + cols[None, :], mask=inside, other=0.0)
+    exact = value.to(tl.float32) * factor[:, None]
+    rest = exact - exact.to(x.dtype.element_ty).to(tl.float32)
+    rest *= tl.load(label + token, mask=same, other=0.0)[:, None]
+    return tl.sum(rest, 0), tl.sum(same.to(tl.int32), 0) == ROWS
+
+
 @triton.jit(do_not_specialize=["n", "classes"])
-def _label_rest_kernel(x, keys, order, scale, label, dw, n, dim, classes, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """One label's row of dW: the tokens that have it add what rounding scale * x has left of their largest element."""
+def _label_rest_kernel(
+    x, keys, order, scale, label, dw, n, dim, classes, FEW: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One label's row of dW: the tokens that have it add what rounding scale * x has left of their largest element.
+
+    Most labels have few tokens, some have thousands: the first FEW by themselves, the others MANY at a time.
+    """
     first = tl.program_id(0)
     key = tl.load(keys + first)
     before = tl.load(keys + first - 1, mask=first > 0, other=-1)
     if (key != before) & (key < classes):
         cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        total = tl.zeros((ROWS, BLOCK), tl.float32)
-        at = first
-        more = first >= 0
+        total, more = _rest_of_rows(x, keys, order, scale, label, key, first, n, dim, cols, FEW)
+        at = first + FEW
         while more:
-            places = at + tl.arange(0, ROWS)
-            same = tl.load(keys + places, mask=places < n, other=-1) == key
-            token = tl.load(order + places, mask=same, other=0)
-            factor = tl.load(scale + token, mask=same, other=0.0)
-            inside = same[:, None] & (cols < dim)[None, :]
-            value = tl.load(x + token[:, None] * dim + cols[None, :], mask=inside, other=0.0)
-            exact = value.to(tl.float32) * factor[:, None]
-            rest = exact - exact.to(x.dtype.element_ty).to(tl.float32)
-            total += rest * tl.load(label + token, mask=same, other=0.0)[:, None]
-            at += ROWS
-            more = tl.sum(same.to(tl.int32), 0) == ROWS
+            rest, more = _rest_of_rows(x, keys, order, scale, label, key, at, n, dim, cols, MANY)
+            total += rest
+            at += MANY
         to = dw + key.to(tl.int64) * dim + cols
         mask = cols < dim
-        tl.store(to, tl.load(to, mask=mask, other=0.0) + tl.sum(total, 0), mask=mask)
+        tl.store(to, tl.load(to, mask=mask, other=0.0) + total, mask=mask)
 
 
 def add_label_rest(
@@ -300,10 +311,21 @@ def add_label_rest(
     n, dim = x.shape
     known = (target != terms.ignore_index) & (target >= 0) & (target < terms.classes)
     keys, order = torch.sort(torch.where(known, target, terms.classes).to(torch.int32), stable=True)
-    block = min(power_of_two(dim), 256)
+    block = min(power_of_two(dim), 512)
     with on_device_of(x):
         _label_rest_kernel[(n, cdiv(dim, block))](
-            x, keys, order, *factors, dw, n, dim, terms.classes, ROWS=16, BLOCK=block, num_warps=4
+            x,
+            keys,
+            order,
+            *factors,
+            dw,
+            n,
+            dim,
+            terms.classes,
+            FEW=2,
+            MANY=16,
+            BLOCK=block,
+            num_warps=max(block // 128, 1),
         )
 
 

@@ -233,9 +233,10 @@ def test_the_gradient_goes_into_a_given_buffer_and_only_where_wanted(calls):
 @pytest.mark.interpret
 @pytest.mark.parametrize("dim", [24, 300])
 def test_what_rounding_leaves_of_the_labels_is_added(dim, calls):
-    """Labels of 1, of 16, of 17 and of 40 tokens, some ignored, one no class."""
-    target = torch.tensor([5] + [2] * 16 + [7] * 17 + [0] * 40 + [-100] * 3 + [9])[torch.randperm(78)]
-    x, factors, dw = torch.randn(78, dim).bfloat16(), torch.randn(2, 78), torch.randn(9, dim)
+    """Labels of so many tokens that one, two, and two with once or twice sixteen more are seen; one is no class."""
+    counts = {5: 1, 3: 2, 4: 3, 2: 18, 7: 19, 0: 40, -100: 3, 9: 1}
+    target = torch.tensor([t for t, count in counts.items() for _ in range(count)])[torch.randperm(87)]
+    x, factors, dw = torch.randn(87, dim).bfloat16(), torch.randn(2, 87), torch.randn(9, dim)
     exact = dw.clone()
     scaled = torch.empty_like(x)
     scale_rows(x, factors[0], scaled)
