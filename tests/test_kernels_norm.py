@@ -200,7 +200,8 @@ def test_only_wanted_gradients_are_computed(device, blocks):
     assert torch.equal(run(norm(), (x.detach(), w))[1], dw)
     _, _, dx, _ = run(fork, (x, w))
     assert torch.equal(run(fork, (x, w.detach()))[2], dx)
-    assert torch.equal(run(lambda x: fork_rms_norm(x, None, EPS), (x,))[2], run(fork, (x, torch.ones_like(w)))[2])
+    bare, ones = run(lambda x: fork_rms_norm(x, None, EPS), (x,))[2], run(fork, (x, torch.ones_like(w)))[2]
+    torch.testing.assert_close(bare, ones)  # other kernels: a compiler may contract other products and sums
 
 
 @pytest.mark.parametrize("device", DEVICES)
