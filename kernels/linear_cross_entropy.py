@@ -8,8 +8,8 @@ memory="fast": tokens in chunks of C. One buffer (C, V) is reused: the product w
 them into their gradient in place (cross_entropy.py), two more products consume it. Gradients are thus finished in the
 forward, in which the weight gradient adds up in fp32 over all chunks; the backward multiplies by the incoming gradient,
 read on the device, and rounds once. Saved: both gradients (N * D and, fp32, V * D), and neither is ever overwritten,
-so a second backward is right. Where one chunk holds all tokens, its gradient is kept in place of the weight's,
-whose product moves to the backward. Chunks are sized so that the product with the fewest tiles, C x D, fills whole
+so a second backward is right. Where the gradient of all logits is not larger than the weight's in fp32, it is kept in
+its place, and the weight's product moves to the backward. Chunks are sized so that the product with the fewest tiles, C x D, fills whole
 waves of multiprocessors. On Hopper in bf16 the plain loss of many tokens skips the row kernel: the first product
 itself writes exponentials, and the rest of the softmax is a factor of each row (exp_product.py).
 
@@ -608,16 +608,19 @@ class _IntoMainGrad(torch.autograd.Function):
 
 
 def _defers(input: torch.Tensor, linear_weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether one chunk holds all tokens, and its gradient is smaller than the fp32 gradient of the weight.
-
-    Then that gradient is kept and the weight's product waits for the backward, which writes it once in its own dtype:
-    a few hundred tokens need not pay for an fp32 (V, D). The incoming gradient goes into ``input``, so not in fp16,
-    where it might vanish.
-    """
+    """Whether all tokens are one chunk whose gradient is kept, and the product of the weight waits for the backward."""
     classes, dim = linear_weight.shape
     n = input.numel() // dim
-    small = n * dtype.itemsize <= 4 * dim and n * classes * dtype.itemsize <= FAST_BUFFER
-    return small and dtype != torch.float16 and (input.is_cuda or n * classes <= CPU_ELEMENTS)
+    return keeps_logits(n, dim, dtype) and (input.is_cuda or n * classes <= CPU_ELEMENTS)
+
+
+def keeps_logits(tokens: int, dim: int, dtype: torch.dtype) -> bool:
+    """Whether memory="fast" keeps the gradient of all logits on a CUDA device, where the weight has a gradient.
+
+    Where it is not larger than the fp32 gradient of the weight, which is then never made: the backward writes that
+    gradient once in its own dtype. The incoming gradient goes into ``input``, so not in fp16, where it might vanish.
+    """
+    return tokens * dtype.itemsize <= 4 * dim and dtype != torch.float16
 
 
 # --- Public ---------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from torch import nn
 
 from ligermodels.errors import LigerError
 from ligermodels.kernels._launch import multiprocessors
-from ligermodels.kernels.linear_cross_entropy import fast_buffer_bytes
+from ligermodels.kernels.linear_cross_entropy import fast_buffer_bytes, keeps_logits
 from ligermodels.layers.memory import LEVELS, OFFLOAD, split_level
 from ligermodels.layers.mlp import GatedMLP, tile_rows
 from ligermodels.layers.norm import RMSNorm
@@ -273,6 +273,8 @@ class _Step:
         processors = multiprocessors(device) if device.type == "cuda" else 132  # an H100's and an H200's
         buffer = fast_buffer_bytes(self.tokens, hidden, self.vocabulary, self.size, processors)
         wide = 4 * weight if trains else 0
+        if trains and keeps_logits(self.tokens, hidden, model.dtype):
+            wide, buffer = 0, self.tokens * self.vocabulary * self.size + self.head_gradient
         self.loss = max(3 * self.stream + wide + buffer, 3 * self.stream + wide + self.head_gradient)
         if type(head) is not nn.Linear:
             self.loss = 3 * self.stream + 3 * self.size * 2**27
