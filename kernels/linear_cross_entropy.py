@@ -9,9 +9,9 @@ them into their gradient in place (cross_entropy.py), two more products consume 
 forward, in which the weight gradient adds up in fp32 over all chunks; the backward multiplies by the incoming gradient,
 read on the device, and rounds once. Saved: both gradients (N * D and, fp32, V * D), and neither is ever overwritten,
 so a second backward is right. Where the gradient of all logits is not larger than the weight's in fp32, it is kept in
-its place, and the weight's product moves to the backward. Chunks are sized so that the product with the fewest tiles, C x D, fills whole
-waves of multiprocessors. On Hopper in bf16 the plain loss of many tokens skips the row kernel: the first product
-itself writes exponentials, and the rest of the softmax is a factor of each row (exp_product.py).
+its place, and the weight's product moves to the backward. Chunks are sized so that the product with the fewest tiles,
+C x D, fills whole waves of multiprocessors. On Hopper in bf16 the plain loss of many tokens skips the row kernel: the
+first product itself writes exponentials, and the rest of the softmax is a factor of each row (exp_product.py).
 
 memory="lean": the vocabulary in slices of S. The forward keeps running row statistics (16 bytes a token); the backward
 computes each slice (N, S) of logits again, adds up the gradient of input in fp32 and writes each slice of the weight
