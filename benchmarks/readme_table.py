@@ -39,6 +39,19 @@ EXPERTS_HEAD = """\
 | mixture of experts: layer, tokens | | ms forward | + backward | of the products' ceiling | MiB beyond the gradients |
 |---|---|---|---|---|---|"""
 
+LOAD_HEAD = """\
+| loading 4 GiB from the page cache | | GB/s | the first load, s |
+|---|---|---|---|"""
+
+
+def load_rows(report: dict) -> list[str]:
+    """One line for each peer of a result file of load.py."""
+    to = "the GPU" if report["settings"]["device"] == "cuda" else "the CPU, every byte read once"
+    return [
+        f"| to {to} | {r['peer']} | {r['gb_per_s']:.1f} | {r.get('first_seconds', r['all_seconds'][0]):.2f} |"
+        for r in report["results"]
+    ]
+
 
 def decode_rows(report: dict) -> list[str]:
     """One line for each peer and case of a result file of generate.py; reading a long prompt is one of the cases."""
@@ -142,14 +155,22 @@ def loss_paths(report: dict) -> list[str]:
     return [f"The fast linear loss on Hopper, in brackets without exponentials in its first product: {heads}."]
 
 
+def title(settings: dict) -> str:
+    """What a result file of step.py measured."""
+    words = f"{settings['model']}, {settings['batch']} × {settings['seq']}"
+    words += f" × {settings['accumulation']} accumulated" * (settings["accumulation"] > 1)
+    words += ", full checkpointing" * settings["checkpointing"]
+    return words + (f", within {settings['cap_gib']:g} GiB" if settings["cap_gib"] else "")
+
+
 def loss_shares(reports: list[tuple[Path, dict]]) -> list[str]:
     """One line on how much of our step the loss head takes, where it was measured."""
     found = []
     for _, report in reports:
         ours = next((r for r in report["results"] if r["peer"] == "ours" and r.get("loss_share")), None)
         if ours:
-            found.append(f"{report['settings']['model']} {ours['loss_share']:.1%}")
-    return [f"The loss (head and cross entropy together) takes of our step: {', '.join(found)}.", ""] if found else []
+            found.append(f"{title(report['settings'])} {ours['loss_share']:.1%}")
+    return [f"The loss (head and cross entropy together) takes of our step: {'; '.join(found)}.", ""] if found else []
 
 
 HOW = {
@@ -177,13 +198,9 @@ def rows(report: dict) -> list[str]:
     settings, results = report["settings"], report["results"]
     others = [r for r in results if not r["peer"].startswith("ours") and "tokens_per_s" in r]
     best = max(others, key=lambda r: r["tokens_per_s"], default=None)
-    title = f"{settings['model']}, {settings['batch']} × {settings['seq']}"
-    title += f" × {settings['accumulation']} accumulated" * (settings["accumulation"] > 1)
-    title += ", full checkpointing" * settings["checkpointing"]
-    title += f", within {settings['cap_gib']:g} GiB" if settings["cap_gib"] else ""
     lines = []
     for number, r in enumerate(results):
-        cells = [title, report["environment"]["device"], r["peer"] + how(settings, number)]
+        cells = [title(settings), report["environment"]["device"], r["peer"] + how(settings, number)]
         if "tokens_per_s" in r:
             cells.append(f"{r['tokens_per_s']:,.0f}")
             cells.append(f"{r['tokens_per_s'] / best['tokens_per_s']:.2f}" if best else "–")
@@ -206,7 +223,9 @@ def block(folder: Path) -> str:
         if report.get("benchmark") == "kernels" and any("goal_ms" in row for row in report["rows"])
     ]
     kernels = newest(kernels)
-    decoding, experts = ([(p, r) for p, r in reports if r.get("benchmark") == name] for name in ("generate", "moe"))
+    decoding, experts, loading = (
+        [(p, r) for p, r in reports if r.get("benchmark") == name] for name in ("generate", "moe", "load")
+    )
     if not steps + kernels:
         return "No figures are committed yet."
     parts = []
@@ -214,6 +233,7 @@ def block(folder: Path) -> str:
         (steps, HEAD, rows),
         (decoding, DECODE_HEAD, decode_rows),
         (experts, EXPERTS_HEAD, expert_rows),
+        (loading, LOAD_HEAD, load_rows),
         (kernels, KERNELS_HEAD, kernel_rows),
     )
     for found, head, lines_of in tables:
@@ -227,7 +247,7 @@ def block(folder: Path) -> str:
     sweeps = [(path, r) for path, r in reports if r.get("rows") and "best_peer" in r["rows"][0]]
     for _, report in sweeps:
         parts += [*sweep_lines(report), ""]
-    for path, report in steps + decoding + experts + kernels + paths + sweeps:
+    for path, report in steps + decoding + experts + loading + kernels + paths + sweeps:
         e = report["environment"]
         versions = ", ".join(
             f"{name} {e[name]}"
