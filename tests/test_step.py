@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.nn.attention import SDPBackend
 from ligermodels import LigerError
 from ligermodels.layers import attention as attention_file
 from ligermodels.training.graph import GraphedStep
-from ligermodels.training.in_backward import AdamWInBackward
+from ligermodels.training.in_backward import AdamWInBackward, _Beside
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -119,6 +120,113 @@ def test_what_needs_all_gradients_is_refused():
     model.zero_grad()
     model(ids, labels=ids).loss.backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+class FakeStream:
+    """A CUDA stream by what it has waited for: ``done`` holds all that is over before what is enqueued next."""
+
+    def __init__(self, device="cpu", priority=0):
+        self.device, self.done = device, set()
+
+    def record_event(self):
+        return FakeEvent(self.device, set(self.done))
+
+    def wait_event(self, event):
+        assert event.device == self.device
+        self.done |= event.done
+
+    def wait_stream(self, stream):
+        self.wait_event(stream.record_event())
+
+
+class FakeEvent(NamedTuple):
+    device: str
+    done: set
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """The current streams of two devices, for updates that take the CPU for either of them."""
+    current = {device: FakeStream(device) for device in ("one", "other")}
+
+    @contextlib.contextmanager
+    def use(stream):
+        before, current[stream.device] = current[stream.device], stream
+        yield
+        current[stream.device] = before
+
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[device])
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    return current
+
+
+def test_updates_beside_the_backward_are_joined_at_its_end(streams, monkeypatch):
+    """Also where an error ended it: by step()."""
+    model, ids = tiny_model("llama"), batches(1)[0]
+    optimizer = AdamWInBackward(model.parameters())
+    beside = _Beside("one", model.parameters())
+    monkeypatch.setattr(optimizer, "_beside", lambda device: beside)
+    optimizer._besides["one"] = beside
+    outside, most, peak, updated = streams["one"], beside.most, [], []
+
+    def watch(p, step):
+        def made(grad):
+            streams["one"].done.add(("gradient", p))
+
+        def update():
+            assert streams["one"] is beside.updates and ("gradient", p) in beside.updates.done
+            step()
+            beside.updates.done.add(p)
+            updated.append(p)
+
+        def after(_):
+            free = updated[: len(updated) - len(beside.waiting)]  # memory that the backward may use again
+            assert set(free) <= streams["one"].done
+            peak.append(beside.bytes)
+
+        p.register_hook(made)
+        p.register_post_accumulate_grad_hook(after)
+        return update
+
+    for p, inner in optimizer._each.items():
+        inner.step = watch(p, inner.step)
+    everything = set(model.parameters())
+    for part in (beside.first, outside):  # within ahead() and without
+        with optimizer.ahead() if part is beside.first else contextlib.nullcontext():
+            assert streams["one"] is part
+            model(ids, labels=ids).loss.backward()
+            assert everything <= part.done and not beside.waiting and not beside.bytes
+        assert everything <= outside.done
+        optimizer.step()
+        for stream in (beside.updates, beside.first, outside):
+            stream.done.clear()
+        updated.clear()
+    assert 0 < max(peak) <= most < sum(p.nbytes for p in everything)
+
+    def fail(grad):
+        raise KeyboardInterrupt
+
+    model.model.embed_tokens.weight.register_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model(ids, labels=ids).loss.backward()
+    assert beside.waiting and not beside.updates.done <= outside.done
+    optimizer.step()
+    assert not beside.waiting and beside.updates.done <= outside.done
+
+
+def test_each_device_waits_for_its_own_updates(streams):
+    """A gradient's memory is that of its device's stream, so no other may wait in its place."""
+    weights = [torch.ones(4, requires_grad=True) for _ in range(8)]
+    besides = {device: _Beside(device, weights[:1]) for device in streams}
+    for number, p in enumerate(weights):
+        beside = besides["one" if number % 3 else "other"]
+        p.register_post_accumulate_grad_hook(
+            lambda p, beside=beside: beside.run(lambda: beside.updates.done.add(p), p.grad)
+        )
+    sum(p.sum() for p in weights).backward()
+    assert set.union(*(s.done for s in streams.values())) == set(weights)
+    assert streams["one"].done.isdisjoint(streams["other"].done)
 
 
 def test_a_graph_needs_cuda():

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 
 from ligermodels.errors import LigerError
 
@@ -29,6 +30,40 @@ def waiting_bytes(parameters: Iterable[torch.Tensor]) -> int:
     return max(int(sum(sizes) * WAITING), max(sizes, default=0))
 
 
+class _Beside:
+    """The updates of one CUDA device, on a stream of their own beside its backward."""
+
+    def __init__(self, device: torch.device, parameters: Iterable[torch.Tensor]):
+        self.device, self.most = device, waiting_bytes(parameters)
+        self.updates = torch.cuda.Stream(device)
+        self.first = torch.cuda.Stream(device, priority=-1)  # for forward and backward, see ``ahead``
+        self.waiting: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()  # empty only where all is joined
+        self.bytes = 0
+
+    def run(self, update: Callable[[], Any], grad: torch.Tensor) -> None:
+        """``update()`` behind what is enqueued now, which makes ``grad`` and reads the weight. The gradient's memory is
+        the backward's again once that waits for the update: in an order that no allocator's timing changes."""
+        if not self.waiting:
+            Variable._execution_engine.queue_callback(self.join)  # with the caller's stream as the current one
+        backward = torch.cuda.current_stream(self.device)
+        self.updates.wait_stream(backward)
+        with torch.cuda.stream(self.updates):
+            update()
+            self.waiting.append((grad, self.updates.record_event()))
+        self.bytes += grad.nbytes
+        while len(self.waiting) > 1 and self.bytes > self.most:
+            first, done = self.waiting.popleft()
+            backward.wait_event(done)
+            self.bytes -= first.nbytes
+
+    def join(self) -> None:
+        """What the current stream does from here on finds all updates done."""
+        if self.waiting:
+            torch.cuda.current_stream(self.device).wait_stream(self.updates)
+            self.waiting.clear()
+            self.bytes = 0
+
+
 class AdamWInBackward(torch.optim.Optimizer):
     """torch's fused AdamW, one parameter at a time, from hooks that run while ``loss.backward()`` does.
 
@@ -39,7 +74,7 @@ class AdamWInBackward(torch.optim.Optimizer):
     params: as torch.optim.AdamW, groups too; lr, betas, eps, weight_decay: its too. capturable: for CUDA graphs.
     clip, accumulation: only to be refused: LigerError unless None and 1.
 
-    On CUDA the weights are the new ones after ``step()``, which makes the current stream wait for the updates.
+    On CUDA the stream that calls ``backward()`` waits for the updates at its end: weights and states may be read then.
 
     Raises LigerError in a second backward without a ``step()`` between: the first has already moved the weights, so
     gradients of micro-batches cannot add up.
@@ -73,9 +108,7 @@ class AdamWInBackward(torch.optim.Optimizer):
         self._group_of: dict[torch.Tensor, int] = {}
         self._seen: set[torch.Tensor] = set()
         self._handles = []
-        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
-        self._waiting: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
-        self._waiting_bytes = 0
+        self._besides: dict[torch.device, _Beside] = {}
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
                 self._group_of[p] = index
@@ -93,33 +126,19 @@ class AdamWInBackward(torch.optim.Optimizer):
         inner = self._each[p]
         group = self.param_groups[self._group_of[p]]
         inner.param_groups[0].update({k: v for k, v in group.items() if k in self.defaults})
-        if p.is_cuda:
-            self._step_beside(inner, p.grad)
-        else:
+        beside = self._beside(p.device)
+        if beside is None:
             inner.step()
+        else:
+            beside.run(inner.step, p.grad)
         self.state[p] = inner.state[p]
         p.grad = None
 
-    def _step_beside(self, inner: torch.optim.AdamW, grad: torch.Tensor) -> None:
-        """The update behind what is enqueued now, which makes the gradient and reads the weight. The gradient's memory
-        is the backward's again once that waits for the update: in an order that no allocator's timing changes."""
-        backward, (updates, _) = torch.cuda.current_stream(grad.device), self._streams_of(grad.device)
-        updates.wait_stream(backward)
-        with torch.cuda.stream(updates):
-            inner.step()
-            self._waiting.append((grad, updates.record_event()))
-        self._waiting_bytes += grad.nbytes
-        while len(self._waiting) > 1 and self._waiting_bytes > self._most_waiting:
-            first, done = self._waiting.popleft()
-            backward.wait_event(done)
-            self._waiting_bytes -= first.nbytes
-
-    def _streams_of(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """Of the updates, and one of higher priority for forward and backward."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
-            self._most_waiting = waiting_bytes(self._each)
-        return self._streams[device]
+    def _beside(self, device: torch.device) -> _Beside | None:
+        """None where updates run like anything else."""
+        if device.type == "cuda" and device not in self._besides:
+            self._besides[device] = _Beside(device, [p for p in self._each if p.device == device])
+        return self._besides.get(device)
 
     @contextlib.contextmanager
     def ahead(self) -> Iterator[None]:
@@ -128,11 +147,11 @@ class AdamWInBackward(torch.optim.Optimizer):
         On CUDA a stream of high priority is the current one inside; the one outside waits for it at the end. Else
         nothing happens. Not in the capture of a graph, which has a stream of its own.
         """
-        device = next(iter(self._each)).device
-        if device.type != "cuda":
+        beside = self._beside(next(iter(self._each)).device)
+        if beside is None:
             yield
             return
-        outside, (_, first) = torch.cuda.current_stream(device), self._streams_of(device)
+        outside, first = torch.cuda.current_stream(beside.device), beside.first
         first.wait_stream(outside)
         try:
             with torch.cuda.stream(first):
@@ -144,10 +163,8 @@ class AdamWInBackward(torch.optim.Optimizer):
         """The step is over: the next backward may update again."""
         if closure is not None:
             raise LigerError("the optimiser in backward has no closure: its updates happen in backward()")
-        for device, (updates, _) in self._streams.items():
-            torch.cuda.current_stream(device).wait_stream(updates)
-        self._waiting.clear()
-        self._waiting_bytes = 0
+        for beside in self._besides.values():
+            beside.join()  # of a backward that an error ended; others have joined
         self._seen.clear()
 
     def load_state_dict(self, state_dict: Any) -> None:
