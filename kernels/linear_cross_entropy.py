@@ -716,8 +716,8 @@ def linear_cross_entropy(
         target: labels (...), int64 or int32, in [0, V) or ``ignore_index``.
         linear_bias: (V,) or None.
         weight, ignore_index, label_smoothing, z_loss, softcap, reduction: as in ``cross_entropy``.
-        memory: "fast" (three products; holds an fp32 gradient of the weight until backward) or "lean" (four products;
-            under 0.4 GiB beyond the gradients). Both are exact.
+        memory: "fast" (three products; holds an fp32 gradient of the weight until backward, or that of the logits where
+            it is no larger) or "lean" (four products; under 0.4 GiB beyond the gradients). Both are exact.
         return_stats: return a ``LossOutput`` instead, at no extra pass.
         main_grad: fp32 (V, D), contiguous: the gradient of linear_weight is added to it in fp32 and linear_weight
             itself gets none (hooks on its gradient do not run). At most 1 GiB is then held beyond the gradients. Left

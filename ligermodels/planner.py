@@ -261,7 +261,7 @@ class _Step:
         self.all_gradients = sum(p.nbytes for p in trained)
         head, embedding = model.lm_head, model.model.embed_tokens.weight
         self.in_backward, self.accumulates = in_backward, accumulation > 1
-        self.waiting = waiting_bytes(trained) if in_backward and model.device.type == "cuda" else 0
+        self.waiting = waiting_bytes(trained) if in_backward else 0  # on CUDA, for which plans are made
         self.vocabulary, hidden = head.out_features, head.in_features
         self.stream = self.tokens * self.size * hidden
         weight = self.vocabulary * hidden

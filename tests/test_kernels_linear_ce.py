@@ -160,6 +160,21 @@ def test_the_incoming_gradient_is_applied_in_fp32(elements, monkeypatch):
         assert abs(ratio.mean() - 1) < 5e-4
 
 
+@pytest.mark.parametrize(
+    ("dtype", "n", "logits"),
+    [(torch.bfloat16, 32, True), (torch.bfloat16, 33, False), (torch.float32, 16, True), (torch.float32, 17, False),
+     (torch.float16, 1, False)],
+)  # fmt: skip
+def test_the_smaller_of_two_gradients_waits_for_the_backward(dtype, n, logits):
+    """Of all logits, in their dtype, or of the weight, in fp32."""
+    x, head, target = problem(n, 16, 112, dtype=dtype)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        linear_cross_entropy(x, head.requires_grad_(), target)
+    found = [(t.dtype, tuple(t.shape)) for t in saved if 112 in t.shape]
+    assert found == [(dtype, (n, 112)) if logits else (torch.float32, (112, 16))]
+
+
 @pytest.mark.parametrize("memory", MODES)
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize(("need_x", "need_head"), list(itertools.product((False, True), repeat=2)))

@@ -13,6 +13,7 @@ from ligermodels.kernels._dispatch import INTERPRETED
 from ligermodels.layers.memory import LEVELS, Packer, address, can_keep_attention, run_again, set_level
 from ligermodels.layers.offload import apart_of
 from ligermodels.planner import GIB, Rates, activation_bytes, block_of, plan_memory
+from ligermodels.training.in_backward import waiting_bytes
 
 LLAMA_8B = LlamaConfig(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -125,6 +126,22 @@ def test_gradients_that_add_up_or_are_not_kept_change_the_timeline(llama):
     )
     assert inside < plain < accumulated
     assert plan_memory(llama, 200, 1, 4096, state_bytes=16).optimizer == 16 * 8_030_261_248
+
+
+def test_gradients_that_wait_for_their_update_are_counted_wherever_the_model_is(llama, monkeypatch):
+    """A plan is for CUDA, and made from shapes alone."""
+    options = {"levels": ["block"], "optimizer_in_backward": True}
+    plan = plan_memory(llama, 141, 1, 65_536, **options)
+    assert "in the backward of layer" in plan.peak_at
+    monkeypatch.setattr("ligermodels.planner.waiting_bytes", lambda parameters: 0)
+    assert plan.peak - plan_memory(llama, 141, 1, 65_536, **options).peak == waiting_bytes(llama.parameters()) > GIB / 2
+
+
+def test_the_loss_of_few_tokens_keeps_the_gradient_of_the_logits_in_place_of_the_weights(llama):
+    few, more = (plan_memory(llama, 141, 1, seq, levels=["block"]).loss for seq in (8192, 8448))
+    stream, head = 3 * 2 * 4096, 128_256 * 4096
+    assert few == 8192 * (stream + 2 * 128_256) + 2 * head
+    assert more > 8448 * stream + 4 * head  # and the chunks of logits
 
 
 def test_frozen_parameters_cost_no_gradient_and_no_state():
