@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import subprocess
 import sys
@@ -94,14 +95,57 @@ def test_states_are_those_of_adamw_and_resume(into):
     train(first, optimizer, data[:3])
     second = tiny_model("llama")
     second.load_state_dict(first.state_dict())
-    options = {"fused": True} if into is torch.optim.AdamW else {}
-    again = into(second.parameters(), **OPTIONS, **options)
-    state = optimizer.state_dict()
-    again.load_state_dict(state)
-    for group in again.param_groups:
-        group.update(options)
+    again = into(second.parameters(), **OPTIONS)
+    again.load_state_dict(optimizer.state_dict())
     train(second, again, data[3:])
     assert all(torch.equal(a, b) for a, b in zip(second.parameters(), whole.parameters(), strict=True))
+
+
+def test_a_state_says_how_it_is_updated_and_one_of_plain_adamw_is_read():
+    """torch takes "fused" from a state; a state of AdamW that is not fused has its steps on the host, on CUDA too."""
+    models, data = [tiny_model("llama") for _ in range(2)], batches(4)
+    plain = torch.optim.AdamW(models[0].parameters(), **OPTIONS, amsgrad=True, foreach=True)
+    train(models[0], plain, data[:2])
+    models[1].load_state_dict(models[0].state_dict())
+    inside = AdamWInBackward(models[1].parameters())
+    inside.load_state_dict(copy.deepcopy(plain.state_dict()))
+    group = inside.state_dict()["param_groups"][0]
+    assert (group["fused"], group["foreach"], group["amsgrad"], group["lr"]) == (True, None, True, OPTIONS["lr"])
+    for group in plain.param_groups:
+        group.update(fused=True, foreach=None)
+    for model, optimizer in zip(models, (plain, inside), strict=True):
+        train(model, optimizer, data[2:])
+    assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
+
+
+def test_frozen_parameters_and_groups_that_come_later():
+    """As with torch's AdamW: the frozen ones stay until they are frozen no more, a new group is trained at once."""
+    models, data = [tiny_model("llama") for _ in range(2)], batches(4)
+    for model, cls in zip(models, (torch.optim.AdamW, AdamWInBackward), strict=True):
+        head = model.lm_head.weight
+        frozen = model.model.layers[0].requires_grad_(False)
+        rest = [p for p in model.parameters() if p is not head]
+        optimizer = cls(rest, **OPTIONS, **({"fused": True} if cls is torch.optim.AdamW else {}))
+        before = [p.clone() for p in frozen.parameters()]
+        train(model, optimizer, data[:2])
+        assert all(torch.equal(a, b) for a, b in zip(before, frozen.parameters(), strict=True))
+        frozen.requires_grad_(True)
+        optimizer.add_param_group({"params": [head], "lr": 1e-3, "amsgrad": True})
+        model.zero_grad()  # of the head
+        train(model, optimizer, data[2:])
+        assert not torch.equal(before[0], next(frozen.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
+
+
+def test_nothing_to_train_has_an_ahead_too():
+    with AdamWInBackward([{"params": []}]).ahead():
+        pass
+
+
+def test_a_copy_would_not_be_on_the_copied_model():
+    model = tiny_model("llama")
+    with pytest.raises(LigerError, match="cannot be copied or pickled"):
+        copy.deepcopy((model, AdamWInBackward(model.parameters())))
 
 
 def test_what_needs_all_gradients_is_refused():

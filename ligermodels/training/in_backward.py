@@ -64,6 +64,12 @@ class _Beside:
             self.bytes = 0
 
 
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Of a group, those that torch's AdamW over one parameter takes."""
+    names = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "capturable")
+    return {"fused": True} | {name: group[name] for name in names if name in group}
+
+
 class AdamWInBackward(torch.optim.Optimizer):
     """torch's fused AdamW, one parameter at a time, from hooks that run while ``loss.backward()`` does.
 
@@ -71,7 +77,8 @@ class AdamWInBackward(torch.optim.Optimizer):
     learning rates may be changed before the next backward, by a scheduler too. ``state_dict`` has the layout of torch's
     AdamW, and the two read each other's.
 
-    params: as torch.optim.AdamW, groups too; lr, betas, eps, weight_decay: its too. capturable: for CUDA graphs.
+    params: as torch.optim.AdamW, groups with options of their own too, and frozen ones, which move once they are not
+        frozen any more; lr, betas, eps, weight_decay: its too. capturable: for CUDA graphs.
     clip, accumulation: only to be refused: LigerError unless None and 1.
 
     On CUDA the stream that calls ``backward()`` waits for the updates at its end: weights and states may be read then.
@@ -102,18 +109,31 @@ class AdamWInBackward(torch.optim.Optimizer):
                 f"accumulation {accumulation}: the optimiser in backward updates after each micro-batch, so their "
                 "gradients cannot add up: use torch.optim.AdamW, or one larger batch (model.fit_memory makes room)"
             )
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
         self._each: dict[torch.Tensor, torch.optim.AdamW] = {}
         self._group_of: dict[torch.Tensor, int] = {}
         self._seen: set[torch.Tensor] = set()
         self._handles = []
         self._besides: dict[torch.device, _Beside] = {}
-        for index, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                self._group_of[p] = index
-                self._each[p] = torch.optim.AdamW([p], **defaults, fused=True, capturable=capturable)
-                self._handles.append(p.register_post_accumulate_grad_hook(self._update))
+        torchs = torch.optim.AdamW([torch.empty(0)], lr, betas, eps, weight_decay, fused=True, capturable=capturable)
+        super().__init__(params, torchs.defaults)  # all of its options, so that a state that torch reads says "fused"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the parameters are updated in the backward from now on."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for p in group["params"]:
+            self._group_of[p] = len(self.param_groups) - 1
+            self._each[p] = torch.optim.AdamW([p], **_options(group))
+            trained = p.requires_grad
+            p.requires_grad_()  # else torch takes no hook; a frozen parameter's waits until there is a gradient
+            self._handles.append(p.register_post_accumulate_grad_hook(self._update))
+            p.requires_grad_(trained)
+
+    def __getstate__(self) -> Any:
+        raise LigerError(
+            "the optimiser in backward cannot be copied or pickled, as its hooks are on the parameters: save its "
+            "state_dict(), and make another for a copy of the model"
+        )
 
     @torch.no_grad()
     def _update(self, p: torch.Tensor) -> None:
@@ -124,8 +144,7 @@ class AdamWInBackward(torch.optim.Optimizer):
             )
         self._seen.add(p)
         inner = self._each[p]
-        group = self.param_groups[self._group_of[p]]
-        inner.param_groups[0].update({k: v for k, v in group.items() if k in self.defaults})
+        inner.param_groups[0].update(_options(self.param_groups[self._group_of[p]]))
         beside = self._beside(p.device)
         if beside is None:
             inner.step()
@@ -147,7 +166,7 @@ class AdamWInBackward(torch.optim.Optimizer):
         On CUDA a stream of high priority is the current one inside; the one outside waits for it at the end. Else
         nothing happens. Not in the capture of a graph, which has a stream of its own.
         """
-        beside = self._beside(next(iter(self._each)).device)
+        beside = next((self._beside(p.device) for p in self._each), None)
         if beside is None:
             yield
             return
@@ -170,10 +189,14 @@ class AdamWInBackward(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Any) -> None:
         """From a state of this class or of torch's AdamW over the same parameters."""
         super().load_state_dict(state_dict)
+        for group in self.param_groups:  # how the updates run is not the state's to say
+            group.update(fused=True, foreach=None, capturable=self.defaults["capturable"])
         for p, inner in self._each.items():
             inner.state.clear()
             if p in self.state:
-                inner.state[p] = self.state[p]
+                state = inner.state[p] = self.state[p]
+                if "step" in state:  # torch's AdamW has it on the host unless it is fused, too
+                    state["step"] = torch.as_tensor(state["step"]).to(p.device, torch.float32)
 
     def remove(self) -> None:
         """Take the hooks off: gradients are kept again."""
