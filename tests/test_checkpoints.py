@@ -23,6 +23,7 @@ from ligermodels.checkpoints_convert import hf, reading
 from ligermodels.checkpoints_convert.hf import check_names, open_checkpoint, read_config, save_checkpoint
 from ligermodels.checkpoints_convert.save import parse_size
 from ligermodels.errors import CheckpointError, ConfigError, LigerError
+from ligermodels.layers.meta import on_meta
 
 CONFIG = {"model_type": "llama", "vocab_size": 97}
 
@@ -185,6 +186,14 @@ def test_the_first_load_imports_next_to_nothing(tmp_path):
     output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=ENV).stdout
     new, compiler = output.split()
     assert int(new) < 20 and compiler == "False"
+
+
+def test_what_has_values_is_filled_beside_a_model_without_weights():
+    with on_meta():
+        layer, real = torch.nn.Linear(8, 8), torch.full((8,), 7.0, device="cpu")
+        torch.nn.init.uniform_(real)
+        torch.nn.init.normal_(tensor=layer.weight)
+    assert layer.weight.is_meta and real.max() <= 1
 
 
 def test_junk_buffers_are_dropped(tmp_path):

@@ -12,12 +12,12 @@ _FILLS = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)  # what t
 
 
 class _NoFill(TorchFunctionMode):
-    """Leaves tensors as they are where random numbers would fill them."""
+    """Leaves meta tensors as they are where random numbers would fill them."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FILLS:
-            return args[0] if args else kwargs["tensor"]
+        if func in _FILLS and (tensor := args[0] if args else kwargs["tensor"]).is_meta:
+            return tensor
         return func(*args, **kwargs)
 
 
