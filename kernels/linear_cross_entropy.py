@@ -109,7 +109,7 @@ def chunk_size(total: int, cols: int, largest: int, processors: int) -> int:
 
     costs = {}
     least = math.ceil(total / largest)
-    for chunks in range(least, 2 * least + 3):
+    for chunks in range(least, least + min(least, 1024) + 3):  # a planner may ask about any number of tokens
         rows = min(largest, math.ceil(total / chunks / 256) * 256)
         full, rest = divmod(total, rows)
         costs[rows] = full * cost(rows) + (cost(rest) if rest else 0.0)

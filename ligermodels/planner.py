@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -74,6 +74,7 @@ class Block(NamedTuple):
 
 def block_of(layer: nn.Module) -> Block:
     """Read from a layer's modules (on any device, meta too). Raises LigerError for a layer of another kind."""
+    layer = getattr(layer, "_orig_mod", layer)  # of torch.compile(layer)
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     experts = getattr(mlp, "experts", None)
     if attention is None or not (isinstance(mlp, GatedMLP) or experts is not None):
@@ -277,7 +278,7 @@ class _Step:
             wide, buffer = 0, self.tokens * self.vocabulary * self.size + self.head_gradient
         self.loss = max(3 * self.stream + wide + buffer, 3 * self.stream + wide + self.head_gradient)
         if type(head) is not nn.Linear:
-            self.loss = 3 * self.stream + 3 * self.size * 2**27
+            self.loss = 3 * self.stream + 3 * self.size * min(self.tokens * self.vocabulary, 2**27)
 
     def kept_gradients(self, after: int) -> int:
         """Bytes of gradients that exist when the backward comes to layer ``after``."""
@@ -337,7 +338,7 @@ def plan_memory(
     optimizer_in_backward: each gradient is used and freed as it comes (``ligermodels.training.in_backward``).
     host_gib: pinned host memory that may hold activations; 0 for none.
     reserve: share of the budget left to fragmentation and to what is not counted.
-    levels: that may be chosen.
+    levels: that may be chosen, one or several.
 
     Raises LigerError if nothing fits, naming the least that would, and for arguments that make no sense.
     """
@@ -349,8 +350,12 @@ def plan_memory(
     if not numbers or not (0 < budget_gib < math.inf and 0 <= reserve < 1 and 0 <= host_gib < math.inf):
         raise LigerError(f"budget_gib must be above 0, reserve from 0 to below 1, host_gib not below 0, found "
                          f"{budget_gib!r}, {reserve!r}, {host_gib!r}")  # fmt: skip
+    if state_bytes is not None and not (isinstance(state_bytes, int | float) and 0 <= state_bytes < math.inf):
+        raise LigerError(f"state_bytes must be a number of bytes, not below 0, found {state_bytes!r}")
     if accumulation > 1 and optimizer_in_backward:
         raise LigerError("the optimiser cannot run in backward and gradients add up over micro-batches as well")
+    if not isinstance(levels, Iterable) or not (levels := (levels,) if isinstance(levels, str) else tuple(levels)):
+        raise LigerError(f"levels must be some of {', '.join(LEVELS)}, found {levels!r}")
     for level in levels:
         if split_level(level)[1]:
             raise LigerError(f"levels takes levels without {OFFLOAD!r}; host_gib allows to offload")
@@ -361,6 +366,8 @@ def plan_memory(
     for b in step.blocks:
         if b not in kinds:
             kinds[b] = _options(b, step, levels, host_gib > 0, rates)
+            if not kinds[b]:
+                raise LigerError('the level "attention" alone is not for layers that cap their scores: add "block"')
     # Host memory and the link are scarce too, so several choices of what may go there are tried.
     found, least = [], math.inf
     for sent in _SENT if host_gib else _SENT[:1]:

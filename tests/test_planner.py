@@ -14,6 +14,7 @@ from ligermodels.layers.memory import LEVELS, Packer, address, can_keep_attentio
 from ligermodels.layers.offload import apart_of
 from ligermodels.planner import GIB, Rates, activation_bytes, block_of, plan_memory
 from ligermodels.training.in_backward import waiting_bytes
+from ligermodels.training.lora import add_lora
 
 LLAMA_8B = LlamaConfig(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -181,6 +182,12 @@ def test_ranges_in_the_printed_plan(llama):
         ({"reserve": 1.0}, "reserve"),
         ({"levels": ["tiny"]}, "tiny"),
         ({"levels": ["fast+offload"]}, "host_gib"),
+        ({"levels": []}, "levels must be some of none, fast"),
+        ({"levels": 3}, "levels must be some of none, fast"),
+        ({"state_bytes": -1}, "state_bytes"),
+        ({"state_bytes": float("nan")}, "state_bytes"),
+        ({"state_bytes": "8"}, "state_bytes"),
+        ({"batch": 10**9, "seq": 10**12}, "does not fit"),  # and says so at once
         ({"accumulation": 2, "optimizer_in_backward": True}, "micro-batches"),
         ({"budget_gib": 50}, "does not fit"),
     ],
@@ -188,6 +195,31 @@ def test_ranges_in_the_printed_plan(llama):
 def test_bad_arguments_are_named(llama, options, named):
     with pytest.raises(LigerError, match=named):
         plan_memory(llama, **{"budget_gib": 80, "batch": 4, "seq": 4096, **options})
+
+
+def test_levels_are_one_or_several_that_the_layers_can_have(llama):
+    def chosen(model, levels):
+        return plan_memory(model, 80, 1, 512, levels=levels).levels
+
+    assert chosen(llama, "block") == chosen(llama, (x for x in ["block"])) == ("block",) * 32
+    gemma2 = tiny_model("gemma2")
+    assert set(chosen(gemma2, ["attention", "block"])) == {"block"}
+    with pytest.raises(LigerError, match='"attention" alone'):
+        chosen(gemma2, "attention")
+
+
+def test_a_compiled_layer_is_planned_as_what_it_is():
+    model = tiny_model("llama")
+    expected = plan_memory(model, 0.3, 8, 4096)
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    assert plan_memory(model, 0.3, 8, 4096) == expected
+
+
+def test_the_loss_of_an_adapted_head_takes_no_more_than_its_logits():
+    model = tiny_model("llama")
+    add_lora(model, rank=2, targets=["lm_head"])
+    assert plan_memory(model, 1, 1, 8).loss == 3 * 4 * 8 * (48 + 97)  # three of the stream, three of the logits
+    assert plan_memory(model, 1000, 64, 2**20, levels="block").loss == 3 * 4 * (2**26 * 48 + 2**27)
 
 
 # ------------------------------------------------------------------------------------------------------------ on CUDA
