@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from ligermodels import LigerError, Tokenizer, from_pretrained
 from ligermodels.image_processor import ImageProcessor
+from ligermodels.training.loop import add_device_arguments, dtype_of
 from ligermodels.training.lora import add_lora, lora_modules, merge_lora
 
 
@@ -72,12 +73,11 @@ if __name__ == "__main__":
     cli.add_argument("--batch", type=int, default=4, help="rows a step")
     cli.add_argument("--epochs", type=int, default=1)
     cli.add_argument("--lr", type=float, default=2e-4)
-    cli.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    cli.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device_arguments(cli)
     args = cli.parse_args()
     try:
         torch.manual_seed(0)
-        model = from_pretrained(args.model, dtype=args.dtype, device=args.device).train()
+        model = from_pretrained(args.model, dtype=dtype_of(args), device=args.device).train()
         tokenizer, processor = Tokenizer.from_pretrained(args.model), ImageProcessor.from_pretrained(args.model)
         records = [json.loads(line) for line in args.data.read_text(encoding="utf-8").splitlines()] * args.epochs
         batches = [

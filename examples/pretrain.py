@@ -22,9 +22,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from ligermodels import MODELS, LigerError, Tokenizer
 from ligermodels.checkpoints_convert.hf import read_config
 from ligermodels.layers.memory import LEVELS
+from ligermodels.training import loop
 from ligermodels.training.checkpoint import Checkpoints
 from ligermodels.training.data import Encoder, Files, Loader, open_files
-from ligermodels.training.loop import add_arguments, plain_errors, settings_of, train
 
 SMALL = dict(
     model_type="llama", hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4,
@@ -68,17 +68,16 @@ def arguments() -> argparse.Namespace:
     cli.add_argument("--tokenizer", help="folder of a tokenizer (default: one is trained on the data)")
     cli.add_argument("--vocab", type=int, default=4096, help="size of the vocabulary that is trained")
     cli.add_argument("--strict", action="store_true", help="stop at the first broken record, instead of leaving it out")
-    cli.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of the model")
-    cli.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    loop.add_device_arguments(cli)
     cli.add_argument("--activation-memory", default="fast", help=f"{', '.join(LEVELS)}; but for none also +offload")
     cli.add_argument("--tensorboard", action="store_true", help="also write TensorBoard's files, to OUT/tensorboard")
-    add_arguments(cli, lr=1e-3, weight_decay=0.1, seq=512, batch=8)
+    loop.add_arguments(cli, lr=1e-3, weight_decay=0.1, seq=512, batch=8)
     return cli.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    settings = settings_of(args)
+    settings = loop.settings_of(args)
     torch.manual_seed(args.seed)
     source = open_files(args.data)
     known = args.tokenizer or (args.resume and Checkpoints(args.out).latest())  # a checkpoint has its tokenizer
@@ -91,7 +90,7 @@ def main() -> None:
     if config["vocab_size"] < tokenizer.vocab_size:
         raise LigerError(f"vocab_size {config['vocab_size']} is below the tokenizer's {tokenizer.vocab_size}")
     cls = MODELS[config["model_type"]]
-    model = cls(cls.config_class.from_hf(config)).to(args.device, getattr(torch, args.dtype))
+    model = cls(cls.config_class.from_hf(config)).to(args.device, getattr(torch, loop.dtype_of(args)))
     model.set_activation_memory(args.activation_memory)
 
     options = {"batch": args.batch, "seq": args.seq, "packing": "concat", "strict": args.strict}
@@ -105,7 +104,7 @@ def main() -> None:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    train(
+    loop.train(
         model, data, settings, args.out, write=write, evaluation=evaluation, resume=args.resume,
         other_data=args.other_data, made={"vocab": args.vocab}, tensorboard=args.tensorboard,
     )  # fmt: skip
@@ -114,5 +113,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with plain_errors():
+    with loop.plain_errors():
         main()

@@ -23,9 +23,9 @@ from ligermodels.base import CausalLM
 from ligermodels.checkpoints_convert.hub import download
 from ligermodels.errors import LigerError
 from ligermodels.layers.memory import LEVELS
+from ligermodels.training import loop
 from ligermodels.training.checkpoint import Checkpoints
 from ligermodels.training.data import Encoder, Loader, open_files
-from ligermodels.training.loop import add_arguments, plain_errors, settings_of, steps_of, train
 from ligermodels.training.lora import add_lora, load_adapter, lora_modules, merge_lora, save_adapter
 
 
@@ -46,12 +46,11 @@ def arguments(given: Sequence[str] | None, prog: str | None) -> argparse.Namespa
     cli.add_argument("--lora-dropout", type=float, default=0.0)
     cli.add_argument("--lora-targets", nargs="+", default="all-linear", help="such as q_proj v_proj lm_head")
     cli.add_argument("--merge", action="store_true", help="with --lora: also write the merged model, to OUT/merged")
-    cli.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of the model")
-    cli.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    loop.add_device_arguments(cli)
     cli.add_argument("--activation-memory", default="fast", help=f"{', '.join(LEVELS)}; but for none also +offload")
     cli.add_argument("--fit-gib", type=float, help="instead: plan the fastest mix of levels within so much GPU memory")
     cli.add_argument("--tensorboard", action="store_true", help="also write TensorBoard's files, to OUT/tensorboard")
-    add_arguments(cli)
+    loop.add_arguments(cli)
     return cli.parse_args(given)
 
 
@@ -61,7 +60,7 @@ def finetune(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     folder = args.model if Path(args.model).exists() else download(args.model)
     tokenizer = Tokenizer.from_pretrained(folder)
-    model = from_pretrained(folder, dtype=args.dtype, device=args.device)
+    model = from_pretrained(folder, dtype=loop.dtype_of(args), device=args.device)
     model.set_activation_memory(args.activation_memory)
 
     def write(folder: Path) -> None:
@@ -88,8 +87,8 @@ def run(args: argparse.Namespace, model: CausalLM, tokenizer: Tokenizer, write: 
 
     passes = None  # the data starts over for ever
     if args.epochs is not None:
-        args.steps, passes = steps_of(args.epochs, lambda n: rows(args.data, epochs=n), args.accumulation)
-    settings = settings_of(args)
+        args.steps, passes = loop.steps_of(args.epochs, lambda n: rows(args.data, epochs=n), args.accumulation)
+    settings = loop.settings_of(args)
     data = rows(args.data, epochs=passes)
     evaluation = []
     if args.eval_data:
@@ -98,12 +97,12 @@ def run(args: argparse.Namespace, model: CausalLM, tokenizer: Tokenizer, write: 
     if args.lora is not None:
         add_lora(model, rank=args.lora, alpha=args.lora_alpha, targets=args.lora_targets, dropout=args.lora_dropout)
     if args.fit_gib is not None:
-        masters = args.dtype == "bfloat16" and args.master and args.lora is None  # of adapters the parameters are fp32
+        masters = loop.dtype_of(args) == "bfloat16" and args.master and args.lora is None  # adapters are fp32
         state = {"state_bytes": 16.0} if masters else {}
         model.fit_memory(args.fit_gib, args.batch, args.seq, accumulation=args.accumulation, **state)
 
     made = {name: getattr(args, name) for name in ("lora", "lora_alpha", "lora_dropout", "lora_targets", "turns")}
-    train(
+    loop.train(
         model, data, settings, args.out, write=write, evaluation=evaluation, resume=args.resume,
         other_data=args.other_data, made=made, tensorboard=args.tensorboard,
     )  # fmt: skip
@@ -112,7 +111,7 @@ def run(args: argparse.Namespace, model: CausalLM, tokenizer: Tokenizer, write: 
 
 
 def main(given: Sequence[str] | None = None, prog: str | None = None) -> None:
-    with plain_errors():
+    with loop.plain_errors():
         finetune(arguments(given, prog))
 
 

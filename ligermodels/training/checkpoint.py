@@ -8,6 +8,7 @@ A checkpoint is written under another name, flushed to the disk, and then rename
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -117,7 +118,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 class StopSignal:
     """``with StopSignal() as stop:`` SIGINT (Ctrl-C) or SIGTERM sets ``stop.received``; a second one acts as usual.
 
-    Only in the main thread, where Python allows it; elsewhere it does nothing.
+    The first says on stderr what it does, as a step may take minutes. Only in the main thread, where Python allows it;
+    elsewhere it does nothing.
     """
 
     def __init__(self) -> None:
@@ -135,6 +137,9 @@ class StopSignal:
     def _receive(self, number: int, frame: Any) -> None:
         self.received = signal.Signals(number)
         self.__exit__()
+        # Past Python's buffers: the signal may have come while they are written to.
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{self.received.name}: stopping after this step, a second one stops at once\n".encode())
 
     def __exit__(self, *exc: Any) -> None:
         while self._before:
