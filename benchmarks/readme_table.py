@@ -189,7 +189,7 @@ def how(settings: dict, number: int) -> str:
     for option, name in HOW.items():
         if option in words:
             value = words[words.index(option) + 1 :][:1]
-            said.append(f"{value[0]} {name}" if value and value[0].isdigit() else name)
+            said.append(f"{value[0]} {name}" if value and not value[0].startswith("--") else name)
     return "".join(f", {text}" for text in said)
 
 
