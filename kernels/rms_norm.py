@@ -536,8 +536,6 @@ def fork_rms_norm(
     the norm's backward, which adds the two in fp32 and rounds once. Everything else as ``rms_norm``.
     """
     check_norm("fork_rms_norm", x, weight, casting)
-    if not use_triton(x) or x.dtype == torch.float64:
-        return rms_norm_reference(x, weight, eps, offset=offset, casting=casting), x
-    if torch.is_grad_enabled() and x.requires_grad:
+    if use_triton(x) and x.dtype != torch.float64 and torch.is_grad_enabled() and x.requires_grad:
         return _ForkNorm.apply(x, weight, eps, offset, casting == "llama")
-    return _norm_op(x, weight, eps, offset, casting == "llama")[0], x
+    return rms_norm(x, weight, eps, offset=offset, casting=casting), x
