@@ -272,13 +272,15 @@ class _Step:
         self.embedding_gradient = embedding.nbytes if embedding.requires_grad else 0
         device = model.device
         processors = multiprocessors(device) if device.type == "cuda" else 132  # an H100's and an H200's
-        buffer = fast_buffer_bytes(self.tokens, hidden, self.vocabulary, self.size, processors)
-        wide = 4 * weight if trains else 0
-        if trains and keeps_logits(self.tokens, hidden, model.dtype):
-            wide, buffer = 0, self.tokens * self.vocabulary * self.size + self.head_gradient
-        self.loss = max(3 * self.stream + wide + buffer, 3 * self.stream + wide + self.head_gradient)
+        logits = self.tokens * self.vocabulary
+        self.loss = 3 * self.stream
         if type(head) is not nn.Linear:
-            self.loss = 3 * self.stream + 3 * self.size * min(self.tokens * self.vocabulary, 2**27)
+            self.loss += 3 * self.size * min(logits, 2**27)
+        elif trains and keeps_logits(self.tokens, hidden, model.dtype):
+            self.loss += logits * self.size + self.head_gradient
+        else:
+            buffer = fast_buffer_bytes(self.tokens, hidden, self.vocabulary, self.size, processors)
+            self.loss += (4 * weight if trains else 0) + max(buffer, self.head_gradient)
 
     def kept_gradients(self, after: int) -> int:
         """Bytes of gradients that exist when the backward comes to layer ``after``."""
@@ -302,11 +304,8 @@ class _Step:
             attention = b.gradients - b.mlp_gradients if self.in_backward else b.gradients
             for beside, mine in zip(option.beside, (b.mlp_gradients // 3, b.mlp_gradients, attention), strict=True):
                 points.append((base + beside + (0 if self.accumulates else mine), i))
-        total = (
-            self.static
-            + self.stream
-            + (self.embedding_gradient + self.waiting if self.in_backward else self.all_gradients)
-        )
+        last = self.embedding_gradient + self.waiting if self.in_backward else self.all_gradients
+        total = self.static + self.stream + last
         if self.tied:
             total += self.embedding_gradient * (1 + self.in_backward)
         if self.accumulates:
