@@ -314,19 +314,9 @@ def add_label_rest(
     block = min(power_of_two(dim), 512)
     with on_device_of(x):
         _label_rest_kernel[(n, cdiv(dim, block))](
-            x,
-            keys,
-            order,
-            *factors,
-            dw,
-            n,
-            dim,
-            terms.classes,
-            FEW=2,
-            MANY=16,
-            BLOCK=block,
-            num_warps=max(block // 128, 1),
-        )
+            x, keys, order, *factors, dw, n, dim, terms.classes,
+            FEW=2, MANY=16, BLOCK=block, num_warps=max(block // 128, 1),
+        )  # fmt: skip
 
 
 # --- One chunk --------------------------------------------------------------------------------------------------------
