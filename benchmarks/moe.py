@@ -1,6 +1,6 @@
 """Mixtures of experts on one GPU: the layer and a whole training step beside transformers and Liger-Kernel.
 
-    GIT_COMMIT=... python benchmarks/moe.py --out benchmarks/results/moe-h200.json     # about 150 s on an H200
+    GIT_COMMIT=... python benchmarks/moe.py --out benchmarks/results/moe-h200.json     # about 180 s on an H200
     python benchmarks/moe.py --tune --out tune.json       # torch's grouped product against Triton's in several shapes
     python benchmarks/moe.py --quick                      # small sizes, runs on the CPU too: does it all work?
 

@@ -47,10 +47,7 @@ LOAD_HEAD = """\
 def load_rows(report: dict) -> list[str]:
     """One line for each peer of a result file of load.py."""
     to = "the GPU" if report["settings"]["device"] == "cuda" else "the CPU, every byte read once"
-    return [
-        f"| to {to} | {r['peer']} | {r['gb_per_s']:.1f} | {r.get('first_seconds', r['all_seconds'][0]):.2f} |"
-        for r in report["results"]
-    ]
+    return [f"| to {to} | {r['peer']} | {r['gb_per_s']:.1f} | {r['first_seconds']:.2f} |" for r in report["results"]]
 
 
 def decode_rows(report: dict) -> list[str]:
@@ -184,7 +181,7 @@ HOW = {
 
 def how(settings: dict, number: int) -> str:
     """What one run of a row of step.py's table did its own way: ", captured"."""
-    words = settings.get("options", [["", ""]] * (number + 1))[number][1].split()
+    words = settings["options"][number][1].split() if "options" in settings else []
     said = []
     for option, name in HOW.items():
         if option in words:
