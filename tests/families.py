@@ -9,6 +9,11 @@ import ligermodels
 BASE = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}  # fmt: skip
+# With experts, on top of a dense family's keys: tiny_model("llama", **SPARSE["mixtral"]).
+SPARSE = {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
 CONFIGS = {
     "llama": {"model_type": "llama"},
     "mistral": {"model_type": "mistral", "sliding_window": 9},

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import CONFIGS, tiny_model
+from families import CONFIGS, SPARSE, tiny_model
 
 from ligermodels.kernels import rms_norm
 from ligermodels.layers import norm as norm_file
-
-SPARSE = {
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-}
 
 
 @pytest.mark.parametrize("family", [*CONFIGS, *SPARSE])

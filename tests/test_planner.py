@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from families import CONFIGS, tiny_model
+from families import CONFIGS, SPARSE, tiny_model
 
 from ligermodels import LigerError, LigerLlama, LlamaConfig
 from ligermodels.kernels._dispatch import INTERPRETED
@@ -20,9 +20,6 @@ LLAMA_8B = LlamaConfig(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=8, rope_theta=500000.0,
 )  # fmt: skip
-
-
-MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +66,7 @@ def counted(model, level: str, ids: torch.Tensor) -> int:
 @pytest.mark.parametrize("family", [*(name for name in CONFIGS if name != "gemma2"), "mixtral"])
 def test_what_a_layer_keeps_is_known_to_the_byte(family):
     windows = {"sliding_window": 64} if "sliding_window" in CONFIGS.get(family, {}) else {}  # that need no mask here
-    family, more = ("llama", MIXTRAL) if family == "mixtral" else (family, windows)
+    family, more = ("llama", SPARSE["mixtral"]) if family == "mixtral" else (family, windows)
     model = tiny_model(family, torch.bfloat16, num_hidden_layers=1, **more)
     ids = torch.tensor([[5, 7, 11, 13, 17, 19]])
     block = block_of(model.model.layers[0])

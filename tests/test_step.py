@@ -41,6 +41,11 @@ def train(model, optimizer, data, scheduler=None):
     return torch.stack(losses)
 
 
+def made(cls, params, **options):
+    """An optimiser of this class; torch's in the form that ours has."""
+    return cls(params, **options, **({"fused": True} if cls is torch.optim.AdamW else {}))
+
+
 def halving(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
@@ -78,7 +83,7 @@ def test_groups_with_options_of_their_own():
         matrices = [p for p in model.parameters() if p.dim() > 1]
         others = [p for p in model.parameters() if p.dim() == 1]
         groups = [{"params": matrices, "weight_decay": 0.5}, {"params": others, "lr": 1e-3}]
-        optimizers.append(cls(groups, lr=1e-2, **({"fused": True} if cls is torch.optim.AdamW else {})))
+        optimizers.append(made(cls, groups, lr=1e-2))
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, batches())
     assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
@@ -125,7 +130,7 @@ def test_frozen_parameters_and_groups_that_come_later():
         head = model.lm_head.weight
         frozen = model.model.layers[0].requires_grad_(False)
         rest = [p for p in model.parameters() if p is not head]
-        optimizer = cls(rest, **OPTIONS, **({"fused": True} if cls is torch.optim.AdamW else {}))
+        optimizer = made(cls, rest, **OPTIONS)
         before = [p.clone() for p in frozen.parameters()]
         train(model, optimizer, data[:2])
         assert all(torch.equal(a, b) for a, b in zip(before, frozen.parameters(), strict=True))
@@ -354,7 +359,7 @@ def test_the_optimiser_in_backward_on_the_gpu(plain_attention):
     for cls in (torch.optim.AdamW, AdamWInBackward):
         model = tiny_model("llama", vocab_size=32000, hidden_size=512, num_hidden_layers=8, head_dim=64,
                            intermediate_size=1408, num_attention_heads=8).cuda().to(torch.bfloat16)  # fmt: skip
-        optimizer = cls(model.parameters(), lr=1e-3, **({"fused": True} if cls is torch.optim.AdamW else {}))
+        optimizer = made(cls, model.parameters(), lr=1e-3)
         train(model, optimizer, data[:2])
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -376,7 +381,7 @@ def test_updates_behind_the_backward_give_the_bits_of_plain_steps(waiting, plain
         model = tiny_model("llama", vocab_size=32000, hidden_size=1024, num_hidden_layers=8, head_dim=64,
                            intermediate_size=4096, num_attention_heads=16,
                            max_position_embeddings=1024).cuda().to(torch.bfloat16)  # fmt: skip
-        optimizer = cls(model.parameters(), lr=1e-3, **({"fused": True} if cls is torch.optim.AdamW else {}))
+        optimizer = made(cls, model.parameters(), lr=1e-3)
         ahead = getattr(optimizer, "ahead", contextlib.nullcontext)
         for ids in data:
             with ahead():
